@@ -1,4 +1,4 @@
-"""KV-cache offloading for LLM engines: what the device evicts is loaded back instead of computed again.
+"""KV-cache offloading for LLM engines: blocks that the device evicts are loaded back instead of computed again.
 
 Everything here is imported on first use, so that `import kv_connector` costs nothing: no torch, NumPy or Triton.
 """

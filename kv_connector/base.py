@@ -18,8 +18,9 @@ translates; nothing here needs vLLM. One step of an engine calls:
     update_connector_output(reports) <--- StepReport - build_connector_worker_meta()
     request_finished(request)                          clear_connector_metadata()
 
-Scheduler-side calls come from one thread and never block; worker-side calls come from the thread that launches the
-model, and none of them waits for the device.
+Scheduler-side calls come from one thread of the scheduler's process and never block; worker-side calls come from the
+thread that launches the model in each worker's process, and none of them waits for the device. Misuse by the engine
+fails an assertion, or raises KVConnectorError where it depends on what a user configured.
 """
 
 from __future__ import annotations
@@ -49,14 +50,16 @@ class Request(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[BlockHash]:
-        """Hash of every full block among those tokens, in order; it grows as tokens are generated. Where block groups
-        have blocks of different sizes, every block of a group ends where one of these does."""
+        """Hash of every full block among those tokens, in order, of 16 bytes or more each; it grows as tokens are
+        generated. Where block groups have blocks of different sizes, every block of a group ends where one of these
+        does."""
 
     # A request may have `kv_transfer_params`, a mapping or None, which names another engine: see docs/peers.md.
 
 
 class DeviceBlocks(Protocol):
-    """The engine's device blocks, as far as the scheduler half needs them (vLLM: its `BlockPool`)."""
+    """The engine's device blocks, as far as the scheduler half needs them (vLLM: its `BlockPool`); called from the
+    scheduler's thread, within the calls of `KVConnectorScheduler`."""
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Pin each block once: it is neither reused nor evicted until `free_blocks` names it as often."""
@@ -65,17 +68,18 @@ class DeviceBlocks(Protocol):
         """Undo one `touch` of each block."""
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
-        """Those of the next `limit` blocks to be handed out that hold a cached block, soonest first.
+        """Ids and hashes of cached blocks among the next `limit` blocks to be allocated, the next one first.
 
         With several block groups a block's name is `index.group_key` of its hash and group.
         """
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now, those among them that hold a cached block."""
+        """Number of blocks that can be allocated now, those that hold a cached block included."""
 
     def forget(self, block_ids: Collection[int]) -> None:
-        """No request hits these blocks any more, whoever holds them: what they hold is not what their hashes say."""
+        """Remove these blocks from the engine's prefix cache, whoever holds them: their content does not match their
+        hashes."""
 
 
 class ScheduledRequest(NamedTuple):
@@ -123,7 +127,8 @@ class SchedulerOutput:
 
 
 class KVConnectorScheduler(ABC):
-    """Scheduler side: knows what is cached where and plans copies. Called from one thread, never blocks."""
+    """Scheduler side: knows what is cached where and plans copies. All calls come from the scheduler's thread, and none
+    blocks."""
 
     def bind_block_pool(self, blocks: DeviceBlocks) -> None:
         """Give access to the engine's device blocks; called once, before the first request."""
@@ -135,7 +140,7 @@ class KVConnectorScheduler(ABC):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How many tokens beyond the engine's own `num_computed_tokens` can be loaded, and whether asynchronously.
 
-        Admits nothing and may be asked any number of times; it may start storage look-ups, and notes the answer for
+        Admits nothing and may be asked any number of times; it may start storage lookups, and notes the answer for
         `update_state_after_alloc`. `None` means "ask again in the next step". The blocks of an asynchronous load are
         allocated at once; the request is scheduled when every rank's `get_finished` has named it, and is not looked up
         again unless the load failed.
@@ -155,7 +160,7 @@ class KVConnectorScheduler(ABC):
         behind them receive `num_external_tokens`, which must be what `get_num_new_matched_tokens` answered just before,
         or less: whole blocks where every group is of full attention, else none. Called for every admission, also of a
         request that was preempted, and with 0 external tokens; after an asynchronous load once more, when the request
-        is scheduled; and without a look-up, with the blocks that it has kept in front, for a request that was at its
+        is scheduled; and without a lookup, with the blocks that it has kept in front, for a request that was at its
         end and goes on with more input.
         """
 
@@ -196,18 +201,18 @@ class KVConnectorScheduler(ABC):
 
     @abstractmethod
     def take_events(self) -> Iterable[CacheEvent]:
-        """What was stored and removed since the last call."""
+        """KV events since the last call, in the order in which they happened; none is returned twice."""
 
     @abstractmethod
     def get_kv_connector_stats(self) -> Mapping[str, float]:
-        """Counters and gauges, by name; the unit is in the name."""
+        """Counters and gauges by name, as of the last reports of all ranks; see `metrics.DOCUMENTATION`."""
 
     def shutdown(self) -> None:
-        """Release what this side holds. Idempotent."""
+        """Release the resources of this side. Idempotent."""
 
 
 class KVConnectorWorker(ABC):
-    """Worker side: moves the bytes of one rank. Called from the model-runner thread."""
+    """Worker side: moves the bytes of one rank. All calls come from the model-runner thread of that rank's process."""
 
     @abstractmethod
     def register_kv_caches(
@@ -222,7 +227,9 @@ class KVConnectorWorker(ABC):
         Every tensor that a block needs belongs here: keys, values, scales, draft layers. Any strides will do.
         `block_dims` names, by layer, the dimension that counts blocks where sizes do not tell it, and
         `head_dims` the one that counts this rank's KV heads, or None where every rank holds the same (MLA). Layers that
-        are not in `head_dims` are exchanged with engines of the same TP size alone. Raises LayoutError.
+        are not in `head_dims` are exchanged with engines of the same TP size alone. Allocates host memory, and opens
+        storage and links to other engines where they are configured. Raises LayoutError for tensors that cannot be
+        described, and ConfigError for settings that do not fit them.
         """
 
     def handle_preemptions(self, plan: StepPlan) -> None:
@@ -249,7 +256,7 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def save_kv_layer(self, layer_name: str) -> None:
-        """The layer has written its blocks."""
+        """The layer's attention has been launched: its blocks are written by what the current stream holds now."""
 
     @abstractmethod
     def wait_for_save(self) -> None:
@@ -259,9 +266,9 @@ class KVConnectorWorker(ABC):
     def get_finished(self) -> tuple[set[str], set[str]]:
         """The first of three questions at the end of each step: what is found to have ended is in the answers to all.
 
-        Requests whose asynchronous load, since the last call, ended on this rank, or was announced: its bytes may
-        still be arriving, and later steps wait for them. Unlike vLLM's (sending, receiving): (received, failed among
-        them)."""
+        Returns ids of requests whose asynchronous load, since the last call, ended on this rank or was announced (its
+        bytes may still be arriving, and later steps wait for them), and those among them whose load failed. vLLM's
+        method of this name returns (sending, receiving) instead."""
 
     @abstractmethod
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -274,4 +281,4 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Wait for copies in flight, then release streams and host memory. Idempotent."""
+        """Block until copies in flight have ended, then release streams, host memory, storage and links. Idempotent."""

@@ -1,4 +1,4 @@
-"""Config to halves (layer 3): the only place that knows which concrete parts an engine gets."""
+"""Makes the halves from a `Config` (layer 3): the only place that names concrete backends."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ storage_logger = logging.getLogger("kv_connector.storage")
 
 
 def build_scheduler(config: Config, block_size: int, world_size: int = 1, **options: Any) -> SchedulerHalf:
-    """The scheduler half of one engine. `block_size` in tokens; `options` as for `SchedulerHalf`. Raises
-    KVConnectorError for a block size or a number of ranks that cannot be, ConfigError for settings, and for traces that
-    cannot be exported. What an observer raises ends it and nothing else."""
+    """The scheduler half of one engine, for the scheduler's process and thread. `block_size` in tokens; `world_size`
+    ranks report to it; `options` as for `SchedulerHalf`. With `record_trace` it opens that file, with `storage` in a
+    folder the pin file. Raises KVConnectorError for an impossible block size or number of ranks, ConfigError for
+    settings, and for traces that cannot be exported. An observer that raises is removed, and nothing else fails."""
     from .scheduler import SchedulerHalf
     from .scheduler.observers import GuardedObserver
 
@@ -96,17 +97,18 @@ def build_worker(
     packs_pieces: bool = False,
     **options: Any,
 ) -> WorkerHalf:
-    """The worker half of one rank; `options` as for `WorkerHalf`. Imports torch.
+    """The worker half of one rank, for that rank's process; `options` as for `WorkerHalf`. Imports torch; memory is
+    allocated and files are opened by `register_kv_caches`, not here.
 
-    `identity` and `engine_id` are those of the scheduler half: storage keeps the identity beside the blocks, and other
-    engines are told both, and `backend`, what computes attention on this rank. `groups` are the scheduler half's: what
-    is kept of a model with several of them is of no use to one with others. With `num_replicas` 4 the caches of ranks 0
-    to 3 hold the same bytes, those of ranks 4 to 7 do, and so on: they have one name in storage, and those of a machine
-    one copy in host memory, for which `exchange` tells each of them what the others say (see `host_share.Exchange`).
-    `exchange_all` does so among all ranks: without it several of them keep their blocks raw under `host_form="auto"`.
-    `packs_pieces` is for an engine that loses more by many copies of a driver than by kernels (see `AutoPath`).
-    Raises KVConnectorError for a rank that is none of `world_size`, or so many replicas that do not make it up, and
-    ConfigError for a `peer.port` behind which there are not as many ports as ranks.
+    `identity` and `engine_id` are those of the scheduler half: storage notes the identity beside the blocks, and other
+    engines get both, and `backend`, the attention backend of this rank. `groups` are the scheduler half's, and part of
+    the identity. With `num_replicas` 4 the caches of ranks 0 to 3 hold the same bytes, those of ranks 4 to 7 do, and so
+    on: they have one name in storage, and those of a machine one copy in host memory, for which `exchange` gathers
+    values among them (see `host_share.Exchange`). `exchange_all` does so among all ranks: without it several ranks keep
+    their blocks raw under `host_form="auto"`. `packs_pieces` is for an engine that is slowed more by many driver copies
+    than by packing kernels (see `AutoPath`). Raises KVConnectorError for a rank outside of `world_size`, or a
+    `num_replicas` that does not divide it, and ConfigError for a `peer.port` without enough ports above it for all
+    ranks.
     """
     from .transfer.form_choice import FormChooser
     from .transfer.paths.choice import make_path
@@ -116,7 +118,9 @@ def build_worker(
     _check_argument("rank", rank, 0, world_size - 1)
     _check_argument("num_replicas", num_replicas, 1)
     if world_size % num_replicas:
-        raise KVConnectorError(f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it")
+        raise KVConnectorError(
+            f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it; give a divisor"
+        )
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
         options["open_storage"] = partial(
@@ -163,10 +167,10 @@ def open_storage(
     arrangement: str,
     num_served: int,
 ) -> GroupedStorage:
-    """Storage for blocks of `block_bytes`, whole pages of memory, that lie in `pool`, arranged so.
+    """Storage for blocks of `block_bytes`, whole pages of memory, in the host memory `pool`, in form `arrangement`.
 
-    `identity` is that of the first rank with the same bytes, `rank` this one, which opens it for `num_served`. Raises
-    ConfigError where it cannot be used.
+    `identity` is that of the first rank with the same bytes, `rank` this one, which opens it for `num_served` ranks.
+    May create a folder or connect to a server, and logs the identity. Raises ConfigError where it cannot be used.
     """
     from .storage.checksums import warn_where_slow
     from .storage.macs import choose_check
@@ -233,7 +237,7 @@ def _peer_identity(identity: RankIdentity, regions: Sequence[PoolRegion]) -> Pee
 
 
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
-    """The links of one rank, for its pool. Raises ConfigError where they cannot be opened."""
+    """The transport of one rank, for its pool; listens at its port. Raises ConfigError where that cannot be done."""
     from .peer.base import PeerError
     from .peer.wire.peer_info import PeerInfo
 

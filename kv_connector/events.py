@@ -1,4 +1,4 @@
-"""What appeared in and vanished from the cache, for routers that place requests (layer 0)."""
+"""Events of blocks that were stored or removed, for cache-aware routers (layer 0)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_PENDING = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """These blocks can now be loaded from `tier`. The hashes are whoever's reads the event."""
+    """These blocks can now be loaded from `tier`."""
 
     block_hashes: Sequence[BlockHash]
     tier: Tier
@@ -28,7 +28,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """So many events were not fetched that what is on `tier` is not known: a reader must start afresh."""
+    """Too many events were not fetched: the content of `tier` is unknown, and readers must start afresh."""
 
     tier: Tier
 

@@ -1,4 +1,4 @@
-"""Libraries that one purpose needs and that nobody else has to install (layer 0)."""
+"""Optional libraries, each needed for one purpose alone (layer 0)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of weights: which ones they are, told without reading them (layer 0).
+"""Fingerprints of weights, from names, sizes, times and samples of their files (layer 0).
 
     a snapshot of a hub's cache        the commit that its folder is named by: files under it never change
     a folder, or one file              of every file that weights are read from: name, size, time of its last change,

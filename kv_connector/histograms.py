@@ -36,7 +36,7 @@ HISTOGRAMS = {
         ("host", "storage", "peer"),
     ),
     "lookup_seconds": HistogramKind(
-        "Seconds from the plan of a look-up to the last rank's answer.", _SECONDS, ("storage",)
+        "Seconds from the plan of a lookup to the last rank's answer.", _SECONDS, ("storage",)
     ),
     "storage_read_seconds": HistogramKind(
         "Seconds that storage took for a read of up to 64 blocks, on each rank, with its waiting for a thread.",

@@ -14,16 +14,16 @@ _SECONDS = 60.0
 
 
 class LogLimiter:
-    """Who is in a fault, by a name such as a host. An episode ends when the peer is heard well, or after a minute; a
-    few different faults of it are told."""
+    """Peers with faults, by a name such as a host. An episode ends when the peer works again, or after a minute; a few
+    different faults of each episode are logged."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._told: dict[str, tuple[float, set[str]]] = {}  # since when, and what
 
     def fault(self, who: str, what: str, example: str = "") -> None:
-        """A fault of somebody; it is told where the same was not told a moment ago. `example` is told with it, and may
-        differ every time. Texts may come from anybody: they cannot begin a line of the log, or fill it."""
+        """Log a fault of a peer, unless the same one was logged in this episode. `example` is logged with it, and may
+        differ every time. Texts from peers are shortened and kept to one line."""
         now = self._clock()
         since, told = self._told.pop(who, (now, set()))
         if now - since >= _SECONDS:
@@ -38,7 +38,7 @@ class LogLimiter:
         logger.warning("peer %s: %s", _one_line(who), _one_line(f"{what} ({example})" if example else what))
 
     def well(self, who: str) -> None:
-        """All is well with somebody."""
+        """The peer works: its episode ends."""
         self._told.pop(who, None)
 
 

@@ -1,4 +1,4 @@
-"""Plain data that crosses the halves (layer 0).
+"""Plain data that crosses between the halves (layer 0).
 
 Everything here is frozen and picklable. Block ids travel as NumPy int64 arrays, never as lists of objects, so that a
 plan for thousands of blocks costs one buffer to pickle.
@@ -19,8 +19,8 @@ BlockHash = NewType("BlockHash", bytes)
 
 
 class KeptPin(NamedTuple):
-    """A pinned prefix, as it is kept for the engine's next start: its blocks, whose it is, the seconds that it lasts
-    from now on, None without an end, and whether a request has pinned it, else an operator."""
+    """A pinned prefix, as it is kept for the engine's next start: the hashes of its blocks, its tenant, the seconds
+    that are left of it (None: no end), and whether a request pinned it, else an operator."""
 
     block_hashes: tuple[BlockHash, ...]
     tenant: str
@@ -29,7 +29,7 @@ class KeptPin(NamedTuple):
 
     @property
     def name(self) -> tuple[int, BlockHash, bool]:
-        """Two pins of one name are one."""
+        """Pins of equal names are the same pin."""
         return len(self.block_hashes), self.block_hashes[-1], self.is_of_request
 
 
@@ -52,7 +52,7 @@ class Direction(Enum):
     LOAD = "load"
     SAVE = "save"
 
-    __hash__ = object.__hash__  # there is one of each: Enum's own is Python's code, in every look-up of a dictionary
+    __hash__ = object.__hash__  # there is one of each: Enum's own is Python's code, in every lookup of a dictionary
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +60,9 @@ class CopyJob:
     """One copy of whole blocks between device and host; it ends exactly once on every rank, done or failed.
 
     `device_ids` and `host_ids` are int64 of shape (num_blocks,): block `device_ids[i]` pairs with `host_ids[i]`.
-    `request_id` names the request that waits for an asynchronous load, and `admission` numbers that wait, since ids
-    come again. The last `num_guarded` device blocks of such a load may still be used by steps under way, and are filled
-    behind those.
+    `request_id` names the request that waits for an asynchronous load, and `admission` numbers that wait, since request
+    ids may be reused. The last `num_guarded` device blocks of such a load may still be used by steps in flight, and are
+    filled after those steps.
     """
 
     job_id: int
@@ -99,15 +99,14 @@ class StorageAction(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageJob:
-    """Host blocks and their names in storage; like a copy job it ends exactly once on every rank.
+    """Host blocks and their keys in storage; like a copy job it ends exactly once on every rank, done or failed.
 
-    `keys` are 32 bytes each, one behind the other; `host_ids`, int64 of shape (num_blocks,), pair with those whose
-    places are not in `skipped`, and a look-up has none. Storage may keep blocks in groups of `group_blocks` (see
+    `keys` are 32 bytes each, concatenated; `host_ids`, int64 of shape (num_blocks,), pair with the keys whose positions
+    are not in `skipped`; a lookup has no host blocks. Storage may keep blocks in groups of `group_blocks` (see
     `StepReport`), neighbours of one prefix of which the first is at a multiple of that: then the keys are those of
-    whole groups, one behind the other, of which only the last may be shorter. A fetch skips the members of a group
-    that are not wanted, and a look-up is of one prefix, whose leading blocks count. Where they are kept `singly`, since
-    they are of windows or states, which come and go one by one, each is a group of its own, and a look-up asks for
-    each.
+    whole groups, one behind the other, of which only the last may be shorter. A fetch skips the members of a group that
+    are not wanted, and a lookup is of one prefix, whose leading blocks count. With `singly`, for windows and states,
+    which are saved and evicted one by one, each block is a group of its own, and a lookup asks for each.
     """
 
     job_id: int
@@ -124,7 +123,7 @@ class StorageJob:
 
     @property
     def request_id(self) -> None:
-        """No step and no device block waits for storage."""
+        """Always None: no step waits for storage."""
 
     carries_computed = False
 
@@ -142,7 +141,8 @@ class PeerAction(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PeerJob:
-    """Device blocks handed from one engine to another; like a copy job it ends exactly once on every rank.
+    """Device blocks sent from one engine to another; like a copy job it ends exactly once on every rank, done or
+    failed.
 
     `transfer_id` names the KV transfer on both sides; the blocks are those of one block group, `group`, of the prompt
     from position `first` on. A SEND has in `names`, where it is the first of its KV transfer and group, the names of
@@ -150,7 +150,8 @@ class PeerJob:
     has the name of its last block there, and asks `engine_id` (any where empty) at `host` and `ports`, one for each of
     that engine's ranks: `tp_size` of each stage of its pipeline, 0 where there are no whole stages. Without blocks it
     tells the producer that nothing is wanted of this group of the prompt whose last whole block has that name.
-    `request_id` names the request that waits for it, and `admission` numbers that wait, since ids come again.
+    `request_id` names the request that waits for it, and `admission` numbers that wait, since request ids may be
+    reused.
     """
 
     job_id: int
@@ -182,7 +183,7 @@ class PeerJob:
 class StepPlan:
     """What the worker half does in one step; `build_connector_meta` makes it and every rank gets the same one.
 
-    step: its number; counts from 1 on.
+    step: its number, from 1 on.
     loads: of the step's requests, submitted before the forward pass, which waits for them.
     saves: submitted after the forward pass, since they may read blocks that it computes.
     background_loads: no request of this step waits for them.
@@ -190,16 +191,16 @@ class StepPlan:
         in this step, before their bytes are known to be there.
     awaited_loads: ids of announced loads that are still under way and that the step may read: it waits for them first.
     fence: the step may write blocks that copies of earlier steps use: it waits for those first.
-    storage: jobs beside all of it; no step waits for them.
-    cancelled_storage: ids of storage jobs, of this step or of earlier ones, that need not be done if not yet begun.
-    peer: jobs beside the steps, too; what a SEND offers is computed by the end of this step.
-    suspended: ids of KV transfers of requests that were preempted: they are offered no more until they are anew.
-    withdrawn: ids of KV transfers that are offered no more: nobody is to wait for them.
-    cancelled_peer: ids of RECEIVE jobs that are wanted no more.
-    reported_step: the last step of which the scheduler half knew what every rank said when it made this plan. A load
-        that failed behind it was not known: what this step computes may rest on bytes that never came.
-    unfit: so much of what was saved did not fit into the form of host blocks that nothing is saved any more.
-    computes: without, the step is there for what runs beside it, and may rest for a moment.
+    storage: storage jobs; no step waits for them.
+    cancelled_storage: ids of storage jobs, of this step or of earlier ones, to be skipped if not yet begun.
+    peer: peer jobs; no step waits for them. The blocks of a SEND are computed by the end of this step.
+    suspended: ids of KV transfers of requests that were preempted: not offered until a later SEND.
+    withdrawn: ids of KV transfers that will not be offered any more: consumers stop waiting.
+    cancelled_peer: ids of RECEIVE jobs that are cancelled.
+    reported_step: the last step of which the scheduler half had every rank's report when it made this plan. A load that
+        failed in a later step was not known: what this step computes may depend on bytes that never arrived.
+    unfit: most blocks did not fit into the lossless form, and nothing is saved any more.
+    computes: false for a step without tokens, made for background work alone; it may pause for a moment.
     is_light: the step computes so little beside what it loads that the model waits for most of the load.
     """
 
@@ -239,18 +240,17 @@ class StepReport(NamedTuple):
     """What one rank says after a step; a tuple, as each step makes one. A job is in `done` only when its last byte has
     arrived.
 
-    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` are those of
-    one of them. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes`
-    belong to copies under way and are not known to have arrived. `found` has, for each look-up in `done`, a number
-    whose bit i says that its key i exists here, and all in front of it unless they are kept `singly`. `missing` has,
-    for jobs in `done`, those of their host blocks that were not moved here, or that their content did not fit into.
-    `group_blocks` is a power of two: so many blocks of a prefix this rank's storage keeps as one.
-    `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed, and
-    `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere; where
-    `peers_are_broken`, they never will again. `lost_blocks` are device blocks that loads were to fill and have not, as
-    the engine was told since the report before; where the step `has_failed_in_step`, it was to read some of them.
-    `job_seconds` has, for jobs in `done`, how long they ran on this rank, where it knows that: of those that were
-    copied together the first has the time of all.
+    `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` is the size
+    of one. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes` belong
+    to copies in flight and are not known to have arrived. `found` has, for each lookup in `done`, a number whose bit i
+    says that its key i exists here, and all in front of it unless they are kept `singly`. `missing` has, for jobs in
+    `done`, those of their host blocks that were not moved on this rank, or whose content did not fit. `group_blocks` is
+    a power of two: how many blocks of a prefix this rank's storage keeps as one object. `storage_counters` are the sums
+    and gauges of this rank's storage, by name, whenever they may have changed, and `peer_counters` those of its links
+    to other engines. `peer_port` is where those reach this rank, 0 if nowhere; with `peers_are_broken` they never will
+    again. `lost_blocks` are device blocks whose load failed, as the engine was told since the previous report; with
+    `has_failed_in_step` the step was to read some of them. `job_seconds` has, for jobs in `done`, how long they ran on
+    this rank, where that is known: of jobs that were copied together the first has the time of all.
     """
 
     step: int

@@ -88,7 +88,7 @@ def variants() -> Iterator[str]:
     yield f"cost {cost} ms for each 64 MiB of the longer loads"
     names = ("ours", *(f'ours:variant="{name}"' for name in ("noturn", "nolock", "noturn nolock")))
     both, turnless, lockless, neither = (eager[32768, "host_hit", name] for name in names)
-    yield f"{both:.1f} ms with both, {turnless:.1f} without yielding, {lockless:.1f} with calls that let go of the lock"
+    yield f"{both:.1f} ms with both, {turnless:.1f} without yielding, {lockless:.1f} with calls that release the GIL"
     yield f"and {neither:.1f} with neither"
 
 

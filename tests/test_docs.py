@@ -157,7 +157,7 @@ def test_links_of_a_document_lead_somewhere(document: Path) -> None:
 
 
 def test_a_link_that_leads_nowhere_is_found() -> None:
-    good = "[a](docs/vllm.md) [b](docs/vllm.md#the-line) [c](#more) [d](https://a.b/c)"
+    good = "[a](docs/vllm.md) [b](docs/vllm.md#command-line) [c](#more) [d](https://a.b/c)"
     bad = "[e](docs/gone.md) [f](docs/vllm.md#gone) [g](#gone)"
     assert dead_links(f"{good} {bad}", ROOT / "README.md") == ["docs/gone.md", "docs/vllm.md#gone", "#gone"]
 

@@ -28,7 +28,9 @@ from kv_connector.replay import recorder
 from kv_connector.scheduler.control import expiry, hints, pins
 from kv_connector.scheduler.loads import choice
 from kv_connector.scheduler.saves import budget, refusals
+from kv_connector.scheduler.storage import backups, prefetches
 from kv_connector.storage.breaker import Breaker
+from kv_connector.storage.filesystem import backend as filesystem
 from kv_connector.storage.filesystem import pin_file
 from kv_connector.storage.filesystem.layout import LOCK_SECONDS
 from kv_connector.storage.mooncake import client as mooncake
@@ -48,14 +50,20 @@ LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for sec
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
 AWAITED = Direction.LOAD, True
 LAUNCHED_GIB = curves.MOST_LAUNCHED_BYTES >> 30
+DEFAULTS = config.Config()
 S3 = config.S3Config("bucket")
+STORAGE = config.StorageConfig(path="/data/kv", capacity="1GiB")  # type: ignore[arg-type]
 BREAKER = inspect.signature(Breaker).parameters
 LIMITS = {
     "ARCHITECTURE.md": (
+        "Long DMA copies yield every {} MiB of a background load, {} of a save and {} of a step's load".format(
+            *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
+        ),
         f"Parts are slices of {paths.SLICE_BYTES >> 20} MiB",
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
         f"all of it, up to {LAUNCHED_GIB} GiB, where the step is light",
+        f"in jobs of {prefetches._FETCH_BLOCKS} that become matchable",
         f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
         f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
     ),
@@ -83,7 +91,9 @@ LIMITS = {
         ),
         f"which writes a word {'four' if turns._NUM_WRITES == 4 else turns._NUM_WRITES} times",
     ),
+    "docs/choosing.md": (f"the connector takes `staging_memory`, {DEFAULTS.staging_memory >> 20} MiB",),
     "docs/control.md": (
+        f"They hold `pinned_share` of the host at most ({DEFAULTS.pinned_share} by default)",
         f"An object of more than {hints._MOST_HINTS} hints has no effect",
         f"beyond {pins._MOST_PINS:,} pins at a time",
         f"{expiry._MOST:,} prompts, and {expiry._MOST_HASHES:,} blocks of theirs, may wait",
@@ -102,7 +112,12 @@ LIMITS = {
         f"after {BREAKER['first_pause'].default} seconds, then ever less often, down to once in "
         f"{BREAKER['longest_pause'].default:.0f} seconds",
     ),
-    "docs/observability.md": (f"more than {events._MAX_PENDING:,} events", f"holds, and {LEAST_REMEMBERED:,} at least"),
+    "docs/observability.md": (
+        f"more than {events._MAX_PENDING:,} events",
+        f"the host holds, and {LEAST_REMEMBERED:,} at least",
+        f"a read of up to {prefetches._FETCH_BLOCKS} blocks",
+        f"a write of up to {backups._JOB_BLOCKS} blocks",
+    ),
     "docs/peers.md": (
         f"at most {messages.MAX_MESSAGE >> 20} MiB ({frames.MAX_HELLO >> 10} KiB before the handshake is over)",
         f"read is bounded at {sockets.MAX_UNSENT >> 20} MiB",
@@ -119,7 +134,11 @@ LIMITS = {
         f"a load of up to {LAUNCHED_GIB} GiB ({(LAUNCHED_GIB << 30) // (128 << 10):,} tokens here), in front of a step "
         f"that computes a {'sixteenth' if choice._LIGHT == 16 else choice._LIGHT} of its tokens",
     ),
-    "docs/storage.md": (f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",),
+    "docs/storage.md": (
+        f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",
+        f"{filesystem.NUM_THREADS} threads read a folder",
+        f"waits at most `storage.timeout_ms` ({STORAGE.timeout_ms}) after it was first seen",
+    ),
     "docs/storage_s3.md": (
         f"`PREFIX/{groups.Groups(b'', 1).name(b'').rpartition('.')[0]}.HASH`",
         f"An object has {OBJECTS_MIB[1]} MiB or more",

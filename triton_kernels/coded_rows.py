@@ -62,7 +62,7 @@ def coded_bytes(piece_bytes: int) -> int:
 
 
 def chunks_of(num_bytes: int) -> int:
-    """Chunks, the last of which may be short."""
+    """Number of chunks in `num_bytes` raw bytes, a short last one included."""
     return -(-num_bytes // (CHUNK * ELEMENT_BYTES))
 
 
@@ -73,7 +73,8 @@ def segment_chunks(piece_bytes: int) -> int:
 
 
 def segments_of(piece_bytes: int) -> list[int]:
-    """Bytes of each segment of a piece."""
+    """Bytes of each segment of a piece, in order. Raises ValueError for a length that is no positive multiple of
+    `LEAST_BYTES`."""
     if piece_bytes <= 0 or piece_bytes % LEAST_BYTES:
         raise ValueError(f"a piece of {piece_bytes} bytes cannot be coded: give a multiple of {LEAST_BYTES}")
     step = segment_chunks(piece_bytes) * CHUNK * ELEMENT_BYTES
@@ -81,7 +82,7 @@ def segments_of(piece_bytes: int) -> list[int]:
 
 
 def head_bytes(num_chunks: int) -> int:
-    """Of a segment of so many chunks."""
+    """Bytes of the head of a segment with this many chunks."""
     return max(_HEAD * num_chunks, _LEAST_HEAD)
 
 
@@ -110,7 +111,8 @@ def encode_reference(pieces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def decode_reference(coded: torch.Tensor, piece_bytes: int) -> torch.Tensor:
     """The pieces, uint8 of shape (num_pieces, piece_bytes), of `coded`, uint8 of shape (num_pieces, coded_bytes).
 
-    Any bytes are taken: those that no piece is coded in give some piece.
+    Any bytes are accepted: bytes that are no coded piece decode to some piece. Raises ValueError for a `piece_bytes`
+    that cannot be coded.
     """
     pieces = torch.empty((coded.shape[0], piece_bytes), dtype=torch.uint8, device=coded.device)
     read = written = 0
@@ -123,7 +125,7 @@ def decode_reference(coded: torch.Tensor, piece_bytes: int) -> torch.Tensor:
 
 def pieces_fit(coded: torch.Tensor, piece_bytes: int) -> torch.Tensor:
     """Whether the pieces of `coded`, uint8 of shape (..., coded_bytes) on the CPU, say that they fit: bool of shape
-    (...). Of what no piece is coded in it says mostly that it does not."""
+    (...). For bytes that are no coded piece the answer is mostly False, but may be True."""
     fits = torch.ones(coded.shape[:-1], dtype=torch.bool, device=coded.device)
     start = 0
     for size in segments_of(piece_bytes):

@@ -126,9 +126,11 @@ def gather_pieces(
     `flat_ids`.
 
     `flat` is uint8 of shape (num_rows, row_bytes), on the GPU or page-locked; the ids are int64 of shape (num_ids,) on
-    the GPU, in range and distinct on the side that is written. A piece lies at `offset + flat_shift` in its row. Bytes
-    between pieces stay as they are. `count` blocks are copied, or all from `first` on: a slice of a tensor would take
-    as long as the launch, so that both ids may lie in one. On `stream`, or the current one, which takes longer to find.
+    the GPU, in range and distinct on the side that is written. A piece lies at `offset + flat_shift` bytes in its row.
+    Bytes between pieces stay as they are. `count` blocks are copied, or all from `first` on: slicing a tensor would
+    take as long as the launch. Enqueues on `stream`, or the current one, which takes longer to find, and returns:
+    tensors must stay allocated until the stream has passed. May be called from any thread. Raises ValueError for other
+    dtypes or too few ids, RuntimeError where the launch fails; ids are not checked to be in range.
     """
     base, row_bytes = flat_rows(flat, flat_shift)
     _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=True)
@@ -148,7 +150,7 @@ def scatter_pieces(
     stream: torch.cuda.Stream | None = None,
 ) -> None:
     """Copy row `flat_ids[flat_first + i]` of `flat` into the pieces of block `block_ids[first + i]`: `gather_pieces` in
-    reverse."""
+    reverse, with the same arguments, errors and asynchrony."""
     base, row_bytes = flat_rows(flat, flat_shift)
     _launch(table, block_ids, base, row_bytes, flat_ids, first, count, flat_first, num_programs, stream, to_flat=False)
 
@@ -165,9 +167,9 @@ def send_pieces(
 ) -> None:
     """Copy the pieces of block `ids[i]` to block `ids[num_blocks + i]` of a pool elsewhere that the GPU reaches.
 
-    There the piece of block b lies at address `base + b * row_bytes` plus the table's offset. Ids are int64 of shape
-    (at least 2 * num_blocks,) on the GPU, in range, the second half distinct: nothing is checked. On `stream`, or the
-    current one.
+    There the piece of block b is at address `base + b * row_bytes` plus the table's offset, in bytes. Ids are int64 of
+    shape (at least 2 * num_blocks,) on the GPU, in range, the second half distinct: that is not checked. Enqueues on
+    `stream`, or the current one, and returns. Raises as `gather_pieces`.
     """
     _launch(table, ids, base, row_bytes, ids, 0, num_blocks, num_blocks, num_programs, stream, to_flat=True)
 
@@ -180,7 +182,8 @@ def copy_pieces_reference(
     flat_ids: torch.Tensor,
     to_flat: bool,
 ) -> None:
-    """What both launchers do, with torch, on uint8 `views` of shape (num_blocks, piece_bytes)."""
+    """What `gather_pieces` (`to_flat`) and `scatter_pieces` do, in torch: uint8 `views` of shape (num_blocks,
+    piece_bytes), `offsets` of pieces in a row in bytes, ids of shape (count,). For tests."""
     for view, offset in zip(views, offsets, strict=True):
         column = flat[:, offset : offset + view.shape[1]]
         if to_flat:
@@ -190,7 +193,8 @@ def copy_pieces_reference(
 
 
 def flat_rows(flat: torch.Tensor, shift: int) -> tuple[int, int]:
-    """Address of the first row, shifted, and bytes from row to row."""
+    """Address of the first row plus `shift` bytes, and bytes from row to row, of uint8 `flat` of shape (num_rows,
+    row_bytes). Raises ValueError for another dtype, or rows whose bytes are not adjacent."""
     if flat.dtype != torch.uint8 or flat.ndim != 2 or flat.stride(1) != 1:
         raise ValueError(f"flat is {flat.dtype} of shape {tuple(flat.shape)}: give rows of uint8, bytes adjacent")
     return flat.data_ptr() + shift, flat.stride(0)
@@ -247,7 +251,8 @@ def _launch(
 def checked_count(
     block_ids: torch.Tensor, flat_ids: torch.Tensor | None, first: int, count: int | None, flat_first: int
 ) -> int:
-    """How many blocks are copied."""
+    """How many blocks are copied: `count`, or all from `first` on. Raises ValueError for ids that are not int64, or too
+    few."""
     if block_ids.dtype != torch.int64 or (flat_ids is not None and flat_ids.dtype != torch.int64):
         raise ValueError(
             f"ids are {block_ids.dtype} and {flat_ids.dtype if flat_ids is not None else None}: give int64"

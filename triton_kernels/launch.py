@@ -1,8 +1,8 @@
 """Enqueues a compiled Triton kernel through the driver's own call.
 
-Triton's launcher makes metadata for hooks, converts every argument by what is known of its type, and lets go of
-Python's lock, for which a thread beside a busy one then waits again: several times what the driver takes. Whoever
-launches a kernel for each couple of megabytes notices.
+Triton's launcher makes metadata for hooks, converts every argument by its type, and releases the GIL, for which it then
+waits again while another thread is busy: several times what the driver's call takes. That counts where a kernel is
+launched for every few megabytes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from triton import knobs
 
 Arguments = list[ctypes.c_int64 | int]
 Launch = Callable[[int, int, Arguments], None]
-"""Enqueue so many programs on a stream, by its handle, with these arguments: addresses and counts, no constants."""
+"""`launch(num_programs, stream_handle, arguments)` enqueues a kernel; arguments are addresses and counts, no
+constants."""
 _MOST_ARGUMENTS = 24
 
 
 class _Arguments(threading.local):
-    """What the driver reads arguments from, eight bytes for each: it takes as many of them as a parameter has. Those
-    that nobody sets stay zero: Triton's kernels have pointers to scratch memory at the end."""
+    """What the driver reads arguments from, eight bytes for each, of which it takes as many as the parameter has. Unset
+    ones stay zero: Triton's kernels have pointers to scratch memory at the end."""
 
     def __init__(self) -> None:
         self.values = (ctypes.c_int64 * _MOST_ARGUMENTS)()
@@ -37,7 +38,9 @@ _arguments = _Arguments()
 
 
 def launch_of(kernel: Any, constants: tuple[Any, ...]) -> Launch:
-    """The launch of what `kernel_function[grid](...)` has returned. `constants` are those that follow the arguments.
+    """The launch of a compiled kernel, which `kernel_function[grid](...)` returned; may be called from any thread.
+    `constants` are those that follow the arguments. A launch enqueues, and raises RuntimeError where the driver refuses
+    it.
 
     Through the driver where the kernel has the parameters that we know of, and by Triton otherwise.
     """
@@ -63,14 +66,14 @@ def launch_of(kernel: Any, constants: tuple[Any, ...]) -> Launch:
 
 
 def is_observed() -> bool:
-    """Whether somebody wants to hear of launches, such as a profiler: Triton's own launcher tells."""
+    """Whether a launch hook is set, such as a profiler's: only Triton's own launcher calls it."""
     hook = knobs.runtime.launch_enter_hook
     return bool(getattr(hook, "calls", hook))
 
 
 @cache
 def _driver() -> ctypes.PyDLL:
-    """Keeps Python's lock during calls: a launch takes a few microseconds."""
+    """PyDLL keeps the GIL during calls: a launch takes a few microseconds."""
     return ctypes.PyDLL("libcuda.so.1")
 
 

@@ -3,7 +3,7 @@ and a load beside a thread that launches the layers which wait for it.
 
 Through the transfer engine, as in service. A step's saves are one job, whatever the requests are (`SchedulerHalf`); as
 many jobs of a block each are measured too. Long copies are timed twice: while the launching thread rests, and while it
-never leaves Python, as where launching is what an engine waits for: the submitting thread needs Python's lock. Needs a
+never leaves Python, as where launching is what an engine waits for: the submitting thread needs the GIL. Needs a
 GPU; `--tiny` runs through all of it anywhere.
 """
 

@@ -117,5 +117,5 @@ def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest
 
 
 def test_a_cache_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ConfigError, match="the cache of this model \\(SimpleNamespace\\) is not served yet"):
+    with pytest.raises(ConfigError, match="the cache of this model \\(SimpleNamespace\\) is not supported yet"):
         DevicePages(SimpleNamespace(), PAGE)

@@ -166,7 +166,7 @@ def test_blocks_of_another_size_than_was_asked_for() -> None:
         with pytest.raises(ConfigError, match="FlashMLA"):
             worker.register_kv_caches(torch.zeros(4, 2, 1, 64))
         layout = SimpleNamespace(tokens_per_block=32, groups=[])
-        with pytest.raises(ConfigError, match="give that"):
+        with pytest.raises(ConfigError, match="give 32"):
             worker.register_kv_cache_layout(layout)
         window = SimpleNamespace(window_size=512)
         with pytest.raises(ConfigError, match="full attention"):

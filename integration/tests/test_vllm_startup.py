@@ -1,4 +1,4 @@
-"""What a user reads when the settings or the model are not served: one error at start-up, with the fix."""
+"""What a user reads when the settings or the model are not supported: one error at start-up, with the fix."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def spec_of(name: str, **options: Any) -> Any:
     ],
 )
 def test_kinds_of_attention_that_are_not_served(name: str, options: dict[str, Any], words: str) -> None:
-    """Alone and beside plain attention in one group; some of them are derived from what is served."""
+    """Alone and beside plain attention in one group; some of them are derived from what is supported."""
     spec, plain = spec_of(name, **COMMON, **options), kv_cache_interface.FullAttentionSpec(**COMMON)
     assert to_block_group(KVCacheGroupSpec(["a"], plain), BLOCK_SIZE, BLOCK_SIZE).window_blocks is None
     both = UniformTypeKVCacheSpecs(block_size=BLOCK_SIZE, kv_cache_specs={"a": plain, "b": spec})
@@ -197,9 +197,9 @@ def test_groups_are_read_in_our_order_with_blocks_of_their_own_size() -> None:
     size, served = read_groups(config_of(window, full, hash_block_size=16), vllm_config_of())
     assert size == 16
     assert [(entry.group_id, entry.group) for entry in served] == [(1, BlockGroup(None, 2)), (0, BlockGroup(2, 4))]
-    with pytest.raises(ConfigError, match=r"\[32, 64\] tokens in one model are served with vLLM 0.32"):
+    with pytest.raises(ConfigError, match=r"\[32, 64\] tokens in one model are supported with vLLM 0.32"):
         read_groups(config_of(window, full), vllm_config_of())
-    with pytest.raises(ConfigError, match=r"\[16, 32\] tokens in one model are served with vLLM 0.32"):
+    with pytest.raises(ConfigError, match=r"\[16, 32\] tokens in one model are supported with vLLM 0.32"):
         read_groups(config_of(full, full), vllm_config_of(hash_block_size=16))
 
 

@@ -1,4 +1,4 @@
-"""What an operator can have done, each as a command for the engine's thread."""
+"""The operator's commands, each carried out on the engine's thread."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ListPins:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep a prefix on the host, for `ttl_s` seconds if that is not None, as one of its owner's."""
+    """Pin a prefix, for `ttl_s` seconds if that is not None, for its owner."""
 
     prefix: Prefix
     ttl_s: float | None
@@ -73,7 +73,8 @@ class Unpin:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Use so many bytes of host memory from now on, over all ranks; None uses all that the engine was started with."""
+    """Use this many bytes of host memory from now on, over all ranks; None uses all that the engine was started
+    with."""
 
     num_bytes: int | None
 
@@ -94,7 +95,7 @@ class Resize:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Forget all that is cached behind the device. Not done: something old may yet arrive; it is not matched then."""
+    """Drop all that is cached behind the device. Not done: old copies are still in flight; they are not matched."""
 
     def run(self, engine: SteeredEngine) -> Answer:
         return {"done": engine.half.reset_cache()}
@@ -102,7 +103,7 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class ClearTenant:
-    """Drop what a tenant has on the host."""
+    """Drop a tenant's blocks from the host."""
 
     tenant: str
 
@@ -113,7 +114,7 @@ class ClearTenant:
 
 @dataclass(frozen=True, slots=True)
 class Warm:
-    """Bring what storage has of a prefix to the host, as one of its owner's."""
+    """Read what storage has of a prefix to the host, for its owner."""
 
     prefix: Prefix
     owner: Owner
@@ -126,7 +127,7 @@ class Warm:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Write all that the host holds to storage: asked again until nothing is left to write."""
+    """Write all that the host holds to storage: call again until nothing is left to write."""
 
     def run(self, engine: SteeredEngine) -> Answer:
         remaining = engine.half.drain()

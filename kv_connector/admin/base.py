@@ -1,4 +1,4 @@
-"""What crosses from threads that serve an operator to the one that owns the halves, and back.
+"""Types that cross between the endpoint's server threads and the engine's thread, which owns the halves.
 
     server thread                              engine's thread
     a request is read and checked
@@ -27,7 +27,7 @@ Answer = Mapping[str, Any]
 
 
 class Refusal(KVConnectorError):
-    """Why a call is answered with an error: a status of HTTP, and the value, the limit and the fix in a sentence."""
+    """An error answer to a call: an HTTP status, and a sentence with the value, the limit and the fix."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -53,7 +53,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose a prefix is: the tenant's of this name, and without one that of requests with this salt."""
+    """The tenant of a prefix: by this name, or without one by the salt of its requests."""
 
     tenant: str | None
     cache_salt: str
@@ -69,17 +69,19 @@ class Owner:
 
 
 class Command(Protocol):
-    """One thing to do between two steps. It takes about as long as a call of the engine does, and waits for nothing."""
+    """A command that is carried out between two steps. It takes about as long as a call of the engine does, and never
+    blocks."""
 
     def run(self, engine: SteeredEngine) -> Answer:
-        """Called from the engine's thread. Raises KVConnectorError, and has changed nothing, where it cannot be."""
+        """Carry it out; called from the engine's thread. Raises KVConnectorError, with nothing changed, where that is
+        impossible."""
 
 
 class Prefixes(Protocol):
-    """How the engine names what it caches. Called from server threads: nothing of the engine is touched."""
+    """Computes block hashes as the engine does. Called from server threads: it touches no state of the engine."""
 
     def token_ids(self, text: str) -> Sequence[int]:
-        """As the engine reads a prompt of this text. Raises Refusal where it has no tokenizer."""
+        """Token ids of this prompt as the engine reads it. Raises Refusal where it has no tokenizer."""
 
     def hashes(self, token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
-        """Of every full block, in order, as a request with these tokens and this salt ("" for none) has them."""
+        """Hashes of every full block, in order, of a request with these tokens and this salt ("" for none)."""

@@ -1,4 +1,4 @@
-"""What callers send: each body is checked field by field before anything of the engine is asked."""
+"""Request bodies of the endpoint: each is checked field by field before the engine is asked."""
 
 from __future__ import annotations
 

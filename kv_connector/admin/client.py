@@ -1,4 +1,4 @@
-"""What speaks to an endpoint, with the standard library alone."""
+"""A client of the endpoint, with the standard library alone."""
 
 from __future__ import annotations
 

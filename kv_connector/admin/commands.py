@@ -31,17 +31,19 @@ def add(parsers: Any) -> None:
     _add(commands, "pins", _pins, "the prefixes that are pinned", _shown_pins)
     pin = _add(commands, "pin", _pin, "keep a prefix on the host")
     _add_prefix(pin)
-    pin.add_argument("--ttl", type=float, metavar="SECONDS", help="for so long; else until unpin")
+    pin.add_argument("--ttl", type=float, metavar="SECONDS", help="seconds that the pin lasts; without it, until unpin")
     unpin = _add(commands, "unpin", _unpin, "undo a pin")
     unpin.add_argument("id", help="as pin printed it, and pins lists it")
     resize = _add(commands, "resize", _resize, "use another size of host memory from now on")
     resize.add_argument("size", help='such as "32GiB", over all ranks; "all" for what the engine was started with')
-    _add(commands, "reset", _reset, "forget all that is cached behind the device")
-    clear = _add(commands, "clear", _clear, "drop what a tenant has on the host")
+    _add(commands, "reset", _reset, "drop all that is cached behind the device")
+    clear = _add(commands, "clear", _clear, "drop a tenant's blocks from the host")
     clear.add_argument("tenant", help="its name in the engine's settings")
-    _add_prefix(_add(commands, "warm", _warm, "bring what storage has of a prefix to the host"))
+    _add_prefix(_add(commands, "warm", _warm, "read what storage has of a prefix to the host"))
     drain = _add(commands, "drain", _drain, "write all that is on the host to storage")
-    drain.add_argument("--timeout", type=float, default=3600.0, metavar="SECONDS", help="to wait for its end")
+    drain.add_argument(
+        "--timeout", type=float, default=3600.0, metavar="SECONDS", help="seconds to wait until all is written"
+    )
 
 
 def _add(
@@ -49,12 +51,12 @@ def _add(
 ) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     command.add_argument("--url", default="", help='such as "http://127.0.0.1:7200"')
-    command.add_argument("--socket", default="", metavar="PATH", help="of a Unix socket")
+    command.add_argument("--socket", default="", metavar="PATH", help="path of a Unix socket")
     command.add_argument(
         "--token-env", default=ADMIN_TOKEN, metavar="NAME", help=f"variable with the token; {ADMIN_TOKEN} if left out"
     )
-    command.add_argument("--token-file", default="", metavar="FILE", help="with the token, of mode 0600")
-    command.add_argument("--json", action="store_true", help="print the answer as it is")
+    command.add_argument("--token-file", default="", metavar="FILE", help="file with the token, of mode 0600")
+    command.add_argument("--json", action="store_true", help="print the JSON answer")
     command.set_defaults(run=lambda options: _call(run, show or _shown, options))
     return command
 
@@ -63,10 +65,12 @@ def _add_prefix(command: argparse.ArgumentParser) -> None:
     prefix = command.add_mutually_exclusive_group(required=True)
     prefix.add_argument("--tokens", metavar="FILE", help='JSON list of token ids, "-" for standard input')
     prefix.add_argument("--text", help="the prompt's text; needs an engine with a tokenizer")
-    prefix.add_argument("--text-file", metavar="FILE", help='with the prompt\'s text, "-" for standard input')
+    prefix.add_argument("--text-file", metavar="FILE", help='file with the text, "-" for standard input')
     prefix.add_argument("--hashes", metavar="FILE", help="JSON list of block hashes in hexadecimal digits")
-    command.add_argument("--salt", default="", help="cache_salt of the requests whose prefix it is")
-    command.add_argument("--tenant", metavar="NAME", help="in whose share of the host; the salt's if left out")
+    command.add_argument("--salt", default="", help="cache_salt of the requests with this prefix")
+    command.add_argument(
+        "--tenant", metavar="NAME", help="tenant whose share of the host it takes; the salt's if left out"
+    )
 
 
 def _call(run: _Run, show: Callable[[Answer], str], options: argparse.Namespace) -> int:

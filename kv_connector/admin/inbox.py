@@ -1,4 +1,4 @@
-"""Commands on their way to the engine's thread, and their answers back. The engine waits for nobody here."""
+"""Commands on their way to the engine's thread, and their answers back. The engine's thread never waits here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Asked:
         self._outcome: Answer | Refusal = Refusal(500, "not ended")
 
     def run(self, engine: SteeredEngine) -> None:
-        """Carry it out, on the engine's thread. Whatever it raises is an answer: the engine goes on."""
+        """Carry it out, on the engine's thread. Whatever it raises becomes the answer: the engine is not affected."""
         try:
             self._outcome = self.command.run(engine)
         except Refusal as refusal:
@@ -59,8 +59,8 @@ class Inbox:
         self._is_closed = False
 
     def ask(self, command: Command, seconds: float) -> Answer:
-        """The command's answer. Raises Refusal where it is refused, or where the engine does not come to it in time:
-        then it is not carried out."""
+        """The command's answer; blocks for it. Raises Refusal where it is refused, or where the engine does not reach
+        it in time: then it is not carried out."""
         asked = Asked(command)
         with self._lock:
             if self._is_closed:

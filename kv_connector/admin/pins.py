@@ -1,4 +1,4 @@
-"""What an operator has pinned through the endpoint, by a name that can be said in a path."""
+"""Prefixes that are pinned through the endpoint, by names that can stand in a URL path."""
 
 from __future__ import annotations
 

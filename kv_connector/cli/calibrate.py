@@ -20,13 +20,13 @@ _MOST_BYTES = 1 << 40
 
 def add(parsers: Parsers) -> None:
     """Put the command into the parser."""
-    text = "measure what copies take on this machine, and show what follows"
+    text = "measure how long copies take on this machine, and show which path is chosen"
     calibrate = parsers.add_parser("calibrate", help=text, description=text)
-    calibrate.add_argument("--json", type=Path, metavar="FILE", help="write it, for the setting `calibration`")
+    calibrate.add_argument("--json", type=Path, metavar="FILE", help="write the result, for the setting `calibration`")
     calibrate.add_argument("--png", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
     calibrate.add_argument("--show", metavar="FILE", help='measure nothing: show such a file, or "built-in"')
-    calibrate.add_argument("--device", type=int, default=0, help="number of the GPU")
-    calibrate.add_argument("--bytes", default="64MiB", help="of the copy that is shown")
+    calibrate.add_argument("--device", type=int, default=0, help="index of the GPU")
+    calibrate.add_argument("--bytes", default="64MiB", help="size of the example copy in bytes")
     calibrate.set_defaults(run=_run)
 
 

@@ -1,4 +1,4 @@
-"""The files that a command is to write: what is wrong with them is told before what takes long begins."""
+"""The files that a command is to write: checked before the long work begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bar on a terminal for what takes long, where rich is installed."""
+"""A progress bar on a terminal, where rich is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kv-connector simulate`: what so much host memory would bring, by a trace of requests."""
+"""`kv-connector simulate`: what hit rate each size of host memory would have, by a trace of requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLICIES = ("adaptive", "write_through", "write_through_selective")
 
 def add(parsers: Parsers) -> None:
     """Put the command into the parser."""
-    text = "what so much host memory would bring, by a trace of requests"
+    text = "what hit rate each size of host memory would have, by a trace of requests"
     parser = parsers.add_parser(
         "simulate",
         help=text,
@@ -36,13 +36,31 @@ def add(parsers: Parsers) -> None:
         "next request comes, every hit is loaded, and answers are not cached unless a later prompt has them.",
     )
     parser.add_argument("trace", type=Path, metavar="TRACE")
-    parser.add_argument("--sizes", type=float, nargs="+", metavar="PERCENT", help="host memory, of the distinct blocks")
-    parser.add_argument("--host-memory", nargs="+", metavar="SIZE", help='such as "64GiB"; needs --bytes-per-token')
-    parser.add_argument("--bytes-per-token", metavar="SIZE", help="over all ranks: see `kv-connector size`")
-    parser.add_argument("--policy", nargs="+", default=[_ALL], choices=[_ALL, *_POLICIES], help="write policies")
-    parser.add_argument("--device-share", type=float, metavar="PERCENT", help="device's cache, of the distinct blocks")
     parser.add_argument(
-        "--share", type=float, default=100.0, metavar="PERCENT", help="of the trace, from its beginning"
+        "--sizes",
+        type=float,
+        nargs="+",
+        metavar="PERCENT",
+        help="sizes of host memory, in per cent of the distinct blocks",
+    )
+    parser.add_argument(
+        "--host-memory",
+        nargs="+",
+        metavar="SIZE",
+        help='sizes of host memory, such as "64GiB"; needs --bytes-per-token',
+    )
+    parser.add_argument(
+        "--bytes-per-token", metavar="SIZE", help="bytes of a token over all ranks: see `kv-connector size`"
+    )
+    parser.add_argument("--policy", nargs="+", default=[_ALL], choices=[_ALL, *_POLICIES], help="write policies")
+    parser.add_argument(
+        "--device-share",
+        type=float,
+        metavar="PERCENT",
+        help="size of the device cache, in per cent of the distinct blocks",
+    )
+    parser.add_argument(
+        "--share", type=float, default=100.0, metavar="PERCENT", help="replay only this first part of the trace"
     )
     parser.add_argument("--png", type=Path, metavar="FILE", help="write a picture; needs matplotlib")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")

@@ -1,4 +1,4 @@
-"""`kv-connector storage`: look at and tidy a storage folder, also while engines use it."""
+"""`kv-connector storage`: inspect and trim a storage folder, also while engines use it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .text import Parsers, size_text, time_text
 
 def add(parsers: Parsers) -> None:
     """Put the command into the parser."""
-    text = "look at and tidy a storage folder"
+    text = "inspect and trim a storage folder"
     storage = parsers.add_parser("storage", help=text, description=text)
     commands = storage.add_subparsers(required=True, metavar="COMMAND")
 
@@ -30,24 +30,26 @@ def add(parsers: Parsers) -> None:
         command.set_defaults(run=run)
         return command
 
-    add_command("stat", _stat, "what lies in the folder, in all and by identity")
-    ls = add_command("ls", _ls, "one line for each pack, the last used first")
+    add_command("stat", _stat, "show what the folder holds, in all and by identity")
+    ls = add_command("ls", _ls, "list packs, the last used first")
     ls.add_argument("--limit", type=int, help="lines")
     verify = add_command("verify", _verify, "read everything and compare checksums")
     verify.add_argument(
-        "--delete", action="store_true", help="delete packs without a good block; of others engines read what is good"
+        "--delete",
+        action="store_true",
+        help="delete packs without a good block; engines read the good blocks of others",
     )
     verify.add_argument(
         "--secret-env",
         metavar="NAME",
-        help=f"variable with the secret of blocks that carry MACs; {STORAGE_SECRET} if it is there",
+        help=f"environment variable with the secret of blocks with MACs; {STORAGE_SECRET} if it is there",
     )
-    gc = add_command("gc", _gc, "delete what was used longest ago until the folder is small enough")
+    gc = add_command("gc", _gc, "delete the least recently used packs until the folder is small enough")
     gc.add_argument("--capacity", required=True, help='such as "100GiB"')
     rm = add_command("rm", _rm, "delete packs")
-    rm.add_argument("names", nargs="*", help="their names, or the first digits of them")
-    rm.add_argument("--identity", help="all of this identity, or of the first digits of it, and no others")
-    rm.add_argument("--all", action="store_true", help="all, of every identity")
+    rm.add_argument("names", nargs="*", help="names of packs, or their first digits")
+    rm.add_argument("--identity", help="delete the packs of one identity, given by its digits or the first of them")
+    rm.add_argument("--all", action="store_true", help="delete all packs, of every identity")
 
 
 def _stat(options: argparse.Namespace) -> int:

@@ -64,37 +64,40 @@ class Config:
 
     host_memory: bytes of host memory for cached blocks, over all ranks of the engine; 0 turns the host tier off.
     write_policy: when a computed block is saved to the host.
-    write_through_threshold: hits that a block needs under `write_through_selective`; its first use is none.
-    write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; it grows by itself to
-        twice what the requests admitted in one step have had use for.
-    save_bandwidth: bytes a second, over all ranks, that saves may take; what is over it is saved in later steps. 0 sets
-        no limit, and there is none for the saves of `write_back` before a device block is reused.
+    write_through_threshold: later requests for a block before `write_through_selective` saves it; its first use does
+        not count.
+    write_back_lookahead: device blocks next in line for reuse that `write_back` keeps saved; raised by itself to twice
+        the largest demand of a step.
+    save_bandwidth: bytes a second, over all ranks, that saves may take; blocks over that are saved in later steps. 0
+        sets no limit, and there is none for the saves of `write_back` before a device block is reused.
     load_choice: how a hit is loaded.
-    max_load_stall_ms: under `auto`, a load that would hold running requests up for longer is asynchronous, unless
-        blocks of the device are scarce.
-    block_major: ask the engine for a device cache in which the layers of a block are neighbours, where it offers one:
-        a block is then one long copy.
+    max_load_stall_ms: under `auto`, a load that would stall running requests for longer than this goes to the
+        background, unless device blocks are scarce.
+    block_major: ask the engine for a device cache in which the layers of a block are contiguous, where it offers one: a
+        block is then one long copy.
     copy_path: how bytes move between device and host.
-    calibration: what copies take on this machine: `auto` measures it at the first start and remembers it, `off` goes by
+    calibration: how fast copies are on this machine: `auto` measures it at the first start and remembers it, `off` uses
         built-in figures, anything else is a file that `kv-connector calibrate --json` wrote.
     layer_group_bytes: loads are cut into layer groups of about this many bytes, one event each; 0: as many as keep the
         link busy, by the calibration.
-    staging_memory: device bytes for the rings of the staged path, over both directions.
+    staging_memory: bytes of device memory, on each rank, for the staging buffers of the staged path, both directions
+        together.
     pin_memory: page-lock the host pool (in the background) where there is a GPU.
     host_form: how blocks lie on the host and in storage: see docs/lossless.md.
-    numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on that of the first to come to it.
-    trace_loads: time each layer group of a load with events and report the load stall.
+    numa_bind: put the host pool on the GPU's NUMA node; a page that ranks share is on the node of the rank that touches
+        it first.
+    trace_loads: time each layer group of a load with CUDA events and report the load stall (`load_stall_milliseconds`).
     record_trace: a file to append a line to for each request that ends, for `kv-connector simulate`: times, lengths,
         and ids of its prompt's blocks, which are hashed with a random key that is never written; at most 1 GiB.
-    trace_requests: the share of requests that OpenTelemetry follows from look-up to bytes, a span for each load and
+    trace_requests: the share of requests that OpenTelemetry follows from lookup to copies, a span for each load and
         save: 0 for none, 0.01 for one in a hundred. See docs/observability.md.
-    storage: an object: where blocks are kept beyond the host's memory. See the settings `storage.` below.
-    peer: an object: how blocks are handed to other engines and come from them. See the settings `peer.` below.
-    pinned_share: of the host, and of each tenant's share, that requests may pin between them: 0 to 1.
-    tenants: who shares the host, by name: each keeps its share by weight, whatever the others do. A request is that
-        tenant's whose name its `cache_salt` is, or begins with in front of a colon; all others are those of `default`.
-        None by default: all share one host.
-    admin: where an operator sees and steers the running engine; nowhere by default.
+    storage: an object: storage behind host memory. See the settings `storage.` below.
+    peer: an object: KV transfer to and from other engines. See the settings `peer.` below.
+    pinned_share: the share of the host, and of each tenant's part of it, that requests may pin in all: 0 to 1.
+    tenants: who shares the host, by name: each keeps its share by weight, whatever the others do. A request belongs to
+        the tenant whose name its `cache_salt` is, or begins with in front of a colon; all others belong to `default`.
+        None by default: all requests share the host.
+    admin: an object: the endpoint through which an operator sees and steers the running engine; none by default.
     """
 
     host_memory: int = 0

@@ -29,9 +29,9 @@ class AdminConfig:
 
     bind: loopback address and port to listen at, such as `127.0.0.1:7200`; data-parallel engine i listens at this port
         plus i. It speaks plain HTTP, so no other address is taken.
-    socket: path of a Unix socket to listen at instead, which only this user may open; that of data-parallel engine
-        i > 0 has `.i` behind it.
-    token_env: the environment variable with the token that callers show, at least 16 characters.
+    socket: path of a Unix socket to listen at instead, with mode 0600; that of data-parallel engine i > 0 has `.i`
+        behind it.
+    token_env: the environment variable with the token that callers have to send, at least 16 characters.
     token_file: a file with the token instead, which nobody but its owner may read (mode 0600).
     """
 

@@ -8,8 +8,8 @@ from enum import Enum
 class WritePolicy(str, Enum):
     """When a block is saved to the host: see `index/policy.py`.
 
-    adaptive: when it is computed, unless all that would have to go for it is more likely to be asked for again.
-    write_through: when it is computed, whatever has to go for it.
+    adaptive: when it is computed, unless every block that could be evicted for it is more likely to be asked for again.
+    write_through: when it is computed, whatever has to be evicted for it.
     write_through_selective: when later requests have asked for it `write_through_threshold` times.
     write_back: when the device is about to reuse it.
     """
@@ -23,10 +23,10 @@ class WritePolicy(str, Enum):
 class PathName(str, Enum):
     """How bytes move between device and host: see `transfer/paths`.
 
-    auto: whichever of the others is estimated to be best, chosen for each copy.
-    runs: DMA of merged runs, and of layers that lie evenly apart in one allocation.
-    direct: a kernel over pinned memory.
-    staged: packed on the device, then DMA of large rows.
+    auto: whichever of the others is estimated to be fastest, chosen for each copy.
+    runs: DMA of contiguous runs, and strided DMA of layers that are evenly spaced in one allocation.
+    direct: a kernel that reads or writes pinned host memory.
+    staged: packed by a kernel on the device, then DMA of large rows.
     """
 
     AUTO = "auto"
@@ -39,9 +39,9 @@ class HostFormName(str, Enum):
     """How blocks lie in host memory: see `transfer/memory/host_form.py`.
 
     raw: as on the device.
-    lossless: bf16 numbers in about three quarters of their bytes, given back bit for bit. A block whose numbers lie too
-        far apart is not kept (`refused_blocks`), and hits end in front of it.
-    auto: `lossless` on GPUs where blocks become smaller by it and no load longer, else `raw`; the log says why.
+    lossless: bf16 numbers in about three quarters of their bytes, given back bit for bit. A block whose exponents lie
+        too far apart is not kept (`refused_blocks`), and hits end in front of it.
+    auto: `lossless` on GPUs where blocks become smaller by it and no load slower, else `raw`; the log says why.
     """
 
     RAW = "raw"
@@ -52,10 +52,10 @@ class HostFormName(str, Enum):
 class LoadChoice(str, Enum):
     """How hits are loaded: see `scheduler/loads/choice.py`.
 
-    auto: in front of the step, beside it, with another request's load, or not at all but computed: whatever is
-        estimated to be sooner.
-    sync: every hit in front of the step that needs it.
-    async: every hit while its request waits and others run.
+    auto: in the request's step, in the background, by joining another request's load of the same prefix, or computed
+        instead: whatever is estimated to be fastest.
+    sync: every hit in the step that needs it, layer by layer.
+    async: every hit in the background: its request waits while others run.
     """
 
     AUTO = "auto"
@@ -66,8 +66,8 @@ class LoadChoice(str, Enum):
 class Prefetch(str, Enum):
     """Whether a request waits for what storage has of its prefix.
 
-    best_effort: it starts with what is there.
-    wait_complete: it waits for all.
+    best_effort: it starts with what is on the host already.
+    wait_complete: it waits for all that storage has.
     timeout: it waits until `timeout_ms` after it was first seen.
     """
 
@@ -119,7 +119,7 @@ class WireForm(str, Enum):
     """How blocks lie in slots of host memory on their way to other engines: see `peer/carriers/staged/forms.py`.
 
     raw: as on the device.
-    lossless: bf16 numbers coded in about three quarters of their bytes, exactly, between engines that both say so. It
+    lossless: bf16 numbers coded in about three quarters of their bytes, exactly, between engines that both set it. It
         is for links that are slower than the coder: any network on a GPU, and slow ones on a CPU.
     """
 

@@ -19,21 +19,23 @@ _SECRET_ENV = "KV_CONNECTOR_PEER_SECRET"
 class PeerConfig:
     """KV transfers between engines. Sizes accept text such as `"64MiB"`.
 
-    kind: `shared_memory` serves engines of one machine and needs no package; `nixl` any, with NIXL over what UCX finds.
-    role: what this engine does for others; in vLLM `kv_role` says it.
-    route: how blocks get from one engine's device to another's. Engines that talk to each other must arrive at the same
-        one.
-    wire_form: how blocks travel that go through host memory.
+    kind: `shared_memory` connects engines of one machine and needs no package; `nixl` engines of any machines, by NIXL
+        over the transports that UCX finds.
+    role: what this engine does for others; in vLLM it follows from `kv_role`.
+    route: how blocks get from one engine's device to another's. Engines that exchange blocks must arrive at the same
+        route.
+    wire_form: how blocks lie in host memory on the staged route.
     bind: address to listen at for other engines.
-    port: rank r listens at this port plus r, and of data-parallel engine n plus n times its ranks; 0 takes any that are
-        free, which those then learn who are told by the engine itself.
-    host: address that others are told; `bind` if empty.
-    secret: what all engines that talk to each other know, at least 16 characters; the environment variable
-        `secret_env` if empty, which is better: engines log their settings.
+    port: rank r listens at this port plus r, and those of data-parallel engine n at ports n times the number of ranks
+        higher; 0 takes free ports, which a consumer learns only from the producer's answer (`kv_transfer_params`).
+    host: address under which others reach this engine; `bind` if empty.
+    secret: shared by all engines that exchange blocks, at least 16 characters; if empty, read from the environment
+        variable `secret_env`, which is better: engines log their settings.
     secret_env: the environment variable with the secret.
-    timeout_ms: for a peer to answer a handshake, or to read what it is sent.
-    deadline_ms: how long a producer holds blocks that nobody has asked for, and a consumer waits with nothing arriving.
-    staging_memory: bytes of host memory for each link and direction, on each side, where blocks go through such; of two
+    timeout_ms: how long a peer may take to answer a handshake, or to read what it is sent.
+    deadline_ms: how long a producer holds blocks that nobody has asked for, and how long a consumer waits while nothing
+        arrives.
+    staging_memory: bytes of host memory for each link and direction, on each side, on the staged route; of two engines'
         sizes the smaller is used.
     """
 

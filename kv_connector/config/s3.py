@@ -20,15 +20,15 @@ class S3Config:
     """A bucket of Amazon S3, or of a server that speaks its protocol. Credentials are no settings: they are found where
     AWS's own tools find them, see docs/storage_s3.md.
 
-    bucket: required: its name; it must be there.
+    bucket: required: its name; it must exist.
     prefix: what the names of all objects begin with, without a `/` at its ends; another prefix is another storage.
-    region: the bucket's; where AWS's own tools find it if empty, and `us-east-1` where they do not.
-    endpoint: URL of the server, such as `"https://minio.local:9000"`; Amazon's for the region if empty.
-    allow_http: whether the endpoint may be one of http: everybody on the way reads and changes what it carries.
-    timeout_ms: for one request, with all that it moves; no request is tried again after this.
-    connect_timeout_ms: for a connection; at most `timeout_ms`.
-    max_retries: further tries of a request that was answered with 5xx (503 is "slow down"), or whose connection broke.
-    concurrency: look-ups, reads and writes under way at a time, so many of each, of each rank.
+    region: the bucket's region; if empty, where AWS's own tools find it, else `us-east-1`.
+    endpoint: URL of the server, such as `"https://minio.local:9000"`; if empty, Amazon's for the region.
+    allow_http: whether `endpoint` may be plain http: everybody on the way can read and change what it carries.
+    timeout_ms: for one request with its data; a request that took longer is not retried.
+    connect_timeout_ms: to establish a connection; at most `timeout_ms`.
+    max_retries: retries of a request that was answered with 5xx (503 is "slow down"), or whose connection broke.
+    concurrency: lookups, reads and writes in flight at a time, this many of each, on each rank.
     """
 
     bucket: str = ""

@@ -37,25 +37,25 @@ class StorageConfig:
     kind: `filesystem` is a folder, which engines of one machine may share, or of several over a network file system;
         `mooncake` is Mooncake Store, memory of many machines that all engines share; `s3` is a bucket of Amazon S3 or
         of a server that speaks its protocol; `module:function` is a backend of your own, see docs/storage_backends.md.
-    path: for `filesystem`, required: the folder; `~` at its start is the user's own.
-    capacity: for `filesystem`, required: bytes that may lie there, over all that share it; at least 8 MiB, and somewhat
-        more than a block.
+    path: for `filesystem`, required: the folder; `~` at its start is the user's home.
+    capacity: for `filesystem`, required: the most bytes of blocks in it, over all engines that share it; at least 8
+        MiB, and somewhat more than a block.
     master: for `mooncake`, required: host and port of its master, such as `"10.0.0.1:50051"`.
-    metadata: for `mooncake`: where its transfer engines find each other, an URL; by asking each other where it is
-        `P2PHANDSHAKE`.
+    metadata: for `mooncake`: URL of the metadata server by which its transfer engines find each other; with
+        `P2PHANDSHAKE` they ask each other and need none.
     protocol: for `mooncake`: how it moves bytes between machines.
     devices: for `mooncake`: names of RDMA devices, with commas between; empty for all.
-    hostname: for `mooncake`: name or address under which others reach this machine; the one that it reaches the master
-        from if empty.
+    hostname: for `mooncake`: name or address under which others reach this machine; if empty, the one from which it
+        reaches the master.
     segment_memory: for `mooncake`: bytes of this engine's memory that it lends to the store, over all of its ranks.
     s3: for `s3`, required: the bucket, an object. See the settings `storage.s3.` below.
-    options: for `module:function`: what the function of a backend of your own is given, as it stands.
+    options: for `module:function`: passed to the function unchanged.
     prefetch: what a request does while its prefix is looked up in storage and read.
-    timeout_ms: how long a request waits for storage under `timeout`.
+    timeout_ms: how long a request waits for storage under `timeout`, from when it was first seen.
     backup: when a block is written.
-    max_backup_blocks: host blocks that may wait to be written; what is beyond is not backed up.
+    max_backup_blocks: host blocks that may wait to be written; blocks beyond that are not backed up.
     secret_env: the environment variable with a secret of at least 16 characters, the same for all engines that share
-        the storage: blocks carry MACs instead of checksums, so that who does not know it cannot give them others. With
+        the storage: blocks carry MACs instead of checksums, so that whoever lacks the secret cannot forge blocks. With
         none, the default, they carry checksums.
     """
 

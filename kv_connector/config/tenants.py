@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import ConfigError
 from ..values import check_integer, check_text, parse_size, shown
@@ -19,18 +20,18 @@ LONGEST_NAME = 64
 class TenantConfig:
     """What one tenant may hold of the host's memory.
 
-    weight: its share of the host is this over the sum of all tenants' weights: nobody else's requests push it below.
-        What others leave unused it may hold as well, until they need it.
-    quota: bytes, over all ranks, that it may hold at most, also where there is room; 0 sets no limit.
+    weight: its share of the host is its weight over the sum of all tenants' weights: no other tenant's requests push it
+        below. It may hold what others leave unused as well, until they need it.
+    quota: the most bytes, over all ranks, that it may hold, also where there is room; 0 sets no limit.
     """
 
     weight: int = 1
     quota: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "quota", parse_size(self.quota, "tenants.quota"))
-        check_integer("tenants.weight", self.weight, 1, _MOST_WEIGHT)
-        check_integer("tenants.quota", self.quota, 0)
+        object.__setattr__(self, "quota", parse_size(self.quota, "tenants.NAME.quota"))
+        check_integer("tenants.NAME.weight", self.weight, 1, _MOST_WEIGHT)
+        check_integer("tenants.NAME.quota", self.quota, 0)
 
 
 def tenants_of(given: object) -> Mapping[str, TenantConfig]:
@@ -46,7 +47,13 @@ def tenants_of(given: object) -> Mapping[str, TenantConfig]:
             raise ConfigError(f"tenants.{shown(name)} has a name of {len(name)} characters: give 1 to {LONGEST_NAME}")
         if not isinstance(settings, Mapping | TenantConfig):
             raise ConfigError(f'tenants.{name}={shown(settings)} is not an object: give one such as {{"weight": 3}}')
-        if isinstance(settings, Mapping):
-            settings = from_mapping(TenantConfig, settings, f"tenants.{name}.")
-        tenants[name] = settings
+        tenants[name] = settings if isinstance(settings, TenantConfig) else _tenant_of(name, settings)
     return tenants
+
+
+def _tenant_of(name: str, settings: Mapping[str, Any]) -> TenantConfig:
+    """One tenant. Raises ConfigError, which names it."""
+    try:
+        return from_mapping(TenantConfig, settings, f"tenants.{name}.")
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("tenants.NAME.", f"tenants.{name}.", 1)) from error

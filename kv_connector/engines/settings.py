@@ -1,4 +1,4 @@
-"""Settings of engines that ask once for what is cached, and load it in front of the step that needs it."""
+"""Settings of engines that look a request up once, and load a hit in the step that needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """An engine's place for a connector, and why some settings are of no use in it; each reason ends with the fix.
+    """An engine's connector interface, and why some settings do not work with it; each reason ends with the fix.
 
     unit: what the engine calls blocks. example: how `host_memory` is given. prefetches: those for which requests may
     wait, or that keep none of them waiting.
@@ -28,8 +28,8 @@ class Slot:
 
 
 def read_config(given: Mapping[str, Any], slot: Slot) -> Config:
-    """Loads are those of a step, and nobody waits for storage who was not told to. Raises ConfigError, naming the fix,
-    for what is unknown or of no use to the slot."""
+    """The settings: loads are synchronous, and requests do not wait for storage by default. Raises ConfigError, naming
+    the fix, for settings that are unknown or that the interface does not allow."""
     if given.get("peer") is not None:
         raise ConfigError(f"peer: {slot.why_no_peer}")
     if given.get("admin") is not None:
@@ -50,7 +50,7 @@ def read_config(given: Mapping[str, Any], slot: Slot) -> Config:
 
 
 def needs_identity(config: Config) -> bool:
-    """Whether what is cached has to have a name: for storage, or for what a machine remembers of it."""
+    """Whether the cache needs an identity: for storage, or for `host_form="auto"`, which remembers its choice."""
     return config.storage is not None or config.host_form is HostFormName.AUTO
 
 

@@ -11,7 +11,8 @@ logger = logging.getLogger("kv_connector.engines")
 
 
 def local_fingerprint(name: str, revision: str | None = None, download_dir: str | None = None) -> str | None:
-    """The fingerprint of weights by a path or by a hub's name for what has been downloaded; None for neither."""
+    """The fingerprint of weights by a path, or by a hub's name if downloaded; None, and a line in the log, if they
+    cannot be read."""
     path = Path(name).expanduser()
     try:
         if not path.exists():
@@ -20,15 +21,15 @@ def local_fingerprint(name: str, revision: str | None = None, download_dir: str 
             path = Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
         return fingerprint_of(path)
     except (OSError, ValueError) as error:
-        logger.warning("the weights of %s cannot be looked at: %s", name, error)
+        logger.warning("the weights of %s cannot be read: %s", name, error)
         return None
 
 
 def named_weights(name: str, load_format: object, revision: str | None = None, download_dir: str | None = None) -> str:
-    """Their fingerprint; where there is none, what is known of where they come from, and a line in the log."""
+    """Their fingerprint; without one their name, and a line in the log."""
     found = local_fingerprint(name, revision, download_dir)
     if found is None:
         logger.warning(
-            "the weights of %s are known by this name alone: when they are replaced, clear the storage", name
+            "the weights of %s are identified by this name alone: when they are replaced, clear the storage", name
         )
     return f"{found or name} {load_format}"

@@ -35,17 +35,18 @@ _LEAST_RUN = 16  # of fewer each is looked at sooner
 
 
 class EvictionOrder(Protocol):
-    """What a copy is worth. Within a class, what was used longest ago is taken to be worth least. What has priority 0
-    is in the first classes, which are few."""
+    """What a copy is worth. Within a class the least recently used is taken to be worth least. Nodes of priority 0 are
+    in the first classes, which are few."""
 
     def resized(self, capacity: int) -> None:
         """The tier has so many blocks."""
 
     def class_of(self, node: int) -> int:
-        """From 0 on; another one only for a node that was used since."""
+        """The node's class, from 0 on; it changes only when the node is used."""
 
     def worth(self, node: int) -> float:
-        """Now; the lowest goes first. The same of nodes that were `asked` for together and have as many `visits`."""
+        """The worth now; the lowest is evicted first. Equal for nodes that were `asked` for together and have as many
+        `visits`."""
 
 
 class Recency:
@@ -55,7 +56,7 @@ class Recency:
         self._priority = tree.terms.priority
 
     def resized(self, capacity: int) -> None:
-        """However many there are."""
+        """Does nothing."""
 
     def class_of(self, node: int) -> int:
         """Those of one priority are alike."""
@@ -67,7 +68,8 @@ class Recency:
 
 
 class EvictionQueue:
-    """Heaps of (time of last use, node). `evictable(node)` is asked again when a node comes up."""
+    """Heaps of (time of last use, node), one for each class. `evictable(node)` is checked again when a node is at the
+    top."""
 
     def __init__(
         self,
@@ -111,10 +113,10 @@ class EvictionQueue:
     def check_owners(self, block_ids: NDArray[np.intp], nodes: NDArray[np.intc]) -> None:
         """They are this one's."""
 
-    # What goes.
+    # Eviction.
 
     def push(self, node: int) -> None:
-        """Queue a node that has become evictable; does nothing where it waits already."""
+        """Queue a node that has become evictable; does nothing if it is queued already."""
         if node >= len(self._queued):
             self._queued.extend(bytes(len(self._used) - len(self._queued)))
         if not self._queued[node]:
@@ -122,12 +124,12 @@ class EvictionQueue:
             self._put(self._order.class_of(node), node)
 
     def key(self, node: int) -> Key:
-        """By which nodes are ordered."""
+        """The key by which nodes are ordered."""
         return self._order.worth(node), self._used[node], node
 
     def first(self, older_than: float = NEVER, tenant: int | None = None) -> Key:
-        """The evictable node that is worth least, of those that were last used before `older_than`; it stays. Behind
-        all keys where there is none."""
+        """The key of the evictable node of least worth, of those that were last used before `older_than`; it stays
+        queued. Greater than all keys if there is none."""
         for index, heap in enumerate(self._heaps):
             if heap:
                 self._settle(index)
@@ -140,7 +142,7 @@ class EvictionQueue:
         return min(keys, default=LAST)
 
     def pop(self, older_than: float = NEVER, most: float = NEVER) -> Key | None:
-        """Take out the node that `first` names, unless it is worth more than `most`."""
+        """Remove the node that `first` names, unless it is worth more than `most`."""
         worth, time, node = first = self.first(older_than)
         if time == NEVER or worth > most:
             return None
@@ -158,8 +160,8 @@ class EvictionQueue:
         tenant: int | None = None,
         num_free: int = 0,
     ) -> list[int]:
-        """Take out up to so many victims, in eviction order, counting their parents' kids down; none that is worth more
-        than `most`."""
+        """Remove up to this many victims, in eviction order, and decrement their parents' counts of children; none that
+        is worth more than `most`."""
         tree, kids, block, refs, worth_of = self._tree, self._kids, self._block, self._refs, self._order.worth
         used, parents, pins, asked, visits = tree.used, tree.parent, tree.pins, tree.asked, tree.visits
         priorities = tree.terms.priority
@@ -200,7 +202,7 @@ class EvictionQueue:
         return victims
 
     def clear(self) -> None:
-        """Nothing can be evicted any more."""
+        """Empty the queue."""
         for heap in self._heaps:
             heap.clear()
         self._queued = bytearray()

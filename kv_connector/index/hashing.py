@@ -74,7 +74,7 @@ class BlockHasher:
 
     def __init__(self, block_size: int, root: BlockHash, items: Sequence[MultimodalItem] = ()) -> None:
         if block_size < 1:
-            raise ConfigError(f"block_size={block_size} is impossible: a block holds at least 1 token")
+            raise ConfigError(f"block_size={block_size} is impossible: give at least 1 token")
         self._block_size = block_size
         self._root = root
         self._items = sorted((item for item in items if item.length > 0), key=lambda item: item.start)

@@ -1,4 +1,4 @@
-"""What decides the bytes of a cached block beside the tokens: equal names, equal bytes.
+"""Everything beside the tokens that determines the bytes of a cached block: equal names, equal bytes.
 
     CacheIdentity   what both halves read from the engine's configuration, once, at start; it is in the root of every
                     block's name (`hashing.py`), so a block of another one is not found

@@ -33,12 +33,11 @@ from .tree import ROOT, PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class BlockGroup:
-    """Layers that share a block table, whose blocks have `hashes_per_block` hashes each.
-
-    `window_blocks`: of its blocks those that must be there at the end of a prefix for the window to be whole, 1 for a
-    recurrent state; None for full attention. `states_are_told`: a state is where the engine says (`base.StateBlock`),
-    since its block table is not in the order of tokens. `chunk_blocks`: in place of a window, the blocks of a chunk of
-    local attention, of which those in front of the next token must be there.
+    """Layers that share a block table, whose blocks have `hashes_per_block` hashes each. `window_blocks`: how many
+    blocks at the end of a prefix a hit needs, 1 for a recurrent state; None for full attention. `states_are_told`: the
+    engine names the block of each state (`base.StateBlock`), since its block table is not in the order of tokens.
+    `chunk_blocks`: for chunked local attention instead of a window, the blocks of a chunk, of which a hit needs those
+    in front of the next token.
     """
 
     window_blocks: int | None = None
@@ -65,21 +64,21 @@ class BlockGroup:
         return self.first_needed(-(-num_tokens // block_tokens))
 
     def describe(self) -> str:
-        """In words, of which other groups have others."""
+        """A text that differs between different groups."""
         kind = "full" if self.window_blocks is None else f"window {self.window_blocks}"
         kind = kind if self.chunk_blocks is None else f"chunk {self.chunk_blocks}"
         return f"{'state' if self.states_are_told else kind} of {self.hashes_per_block}"
 
 
 def describe_groups(groups: Sequence[BlockGroup]) -> str:
-    """What differs between models of other groups; "" for full attention alone."""
+    """A text that differs between models with different groups; "" for full attention alone."""
     is_plain = tuple(groups) in ((), (BlockGroup(),))
     return "" if is_plain else ", ".join(group.describe() for group in groups)
 
 
 def may_truncate(groups: Sequence[BlockGroup]) -> bool:
-    """Whether a request of which some blocks did not come may go on behind those in front of them: with full attention
-    alone. Of a window, and of states, a hit brings the last blocks only, and in front of them there are none."""
+    """Whether a request whose load failed in part may continue from the blocks in front of the failed ones: with full
+    attention alone. Of windows and states a hit loads the last blocks only, and there are none in front of them."""
     return len(groups) == 1 and groups[0].is_full
 
 
@@ -92,7 +91,7 @@ class Hit:
 
 
 def group_key(block_hash: BlockHash, group: int) -> BlockHash:
-    """The name of a group's copy of a block."""
+    """The key of a group's copy of a block."""
     return BlockHash(block_hash + bytes((group,))) if group else block_hash
 
 
@@ -102,7 +101,7 @@ def split_key(key: BlockHash) -> tuple[BlockHash, int]:
 
 
 class GroupKeys(Sequence[BlockHash]):
-    """Names of a group's copies of blocks. A slice is a list: nobody pays for the names of a prefix's other blocks."""
+    """Keys of a group's copies of the blocks of a prefix, made lazily; a slice is a list."""
 
     __slots__ = ("_hashes", "_per_block", "_suffix")
 
@@ -130,7 +129,8 @@ class GroupKeys(Sequence[BlockHash]):
 
 
 class GroupedTree:
-    """The tree as groups see it. Nodes of windows have no parent: the blocks of a window come and go one by one."""
+    """The tree by block groups. Nodes of windows have no parent, as the blocks of a window are saved and evicted one by
+    one."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Write policies: which blocks are worth a place on the host, and when they are saved.
+"""Write policies: which blocks are saved to the host, and when.
 
     adaptive                 every full block, in the step that computes it, unless all that could go for it is worth
                              more (`reuse.py`)

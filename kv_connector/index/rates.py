@@ -1,16 +1,15 @@
-"""How often blocks of each class and age are asked for, learned by several memories, the better ones believed more.
+"""How often blocks of each class and age are asked for, learned by several estimators (memories), weighted by accuracy.
 
-Blocks come in parts (see `ReuseModel`), and of each class and age two sums are kept: `events`, blocks that were asked
-for there, and `exposure`, how many blocks spent how much time there. A best rate is the best of many, so that what few
-parts happened to show is overrated: a long memory is best where a load stays what it is. Where one gives way to another
-for good a long memory goes by the old one for long, and a short one is best. Which it is, the next parts tell: a memory
-is scored by how likely what came was by its own rates, the scores fade, and a worth is the mean of what the memories
-say, each weighed by how well it foretold the latest parts (dynamic model averaging, Raftery, Karny and Ettler 2010). To
-believe the best one alone cost up to 2.7 points where days and nights differ: it was another one every few parts, and
-blocks went by the order of one that were kept by that of the next.
+Time is divided into intervals, called parts (see `ReuseModel`), and for each class and age two sums are kept: `events`,
+blocks that were asked for there, and `exposure`, how many blocks spent how much time there. The highest of many rates
+overrates chance events of few parts, so a long memory is best for a steady load. After a lasting change of the load a
+long memory goes by the old load for long, and a short one is best. So each memory is scored by the likelihood of each
+part under its rates, scores decay, and a worth is the mean over the memories, weighted by these scores (dynamic model
+averaging, Raftery, Karny and Ettler 2010). Using the best memory alone cost up to 2.7 points of hit rate where days and
+nights differ: it was another one every few parts, and blocks kept by one order were evicted by the next.
 
-A memory has seen nobody wait for longer than it goes back: of what comes back after longer than that it has seen those
-who came, and not who has waited as long in vain. So it says nothing of such waits.
+A memory cannot judge ages longer than it reaches back: it has seen blocks return after such a time, but not those that
+did not return. So it gives no rate for such ages.
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ from numpy.typing import NDArray
 Table = NDArray[np.float64]
 
 _FADING: Table = np.array([0.998, 0.99, 0.95, 0.8]).reshape(-1, 1, 1)
-"""What is left of each memory's sums when the next part is added: of the last 500, 100, 20 and 5."""
+"""Factor on each memory's sums as the next part is added: they reach back about 500, 100, 20 and 5 parts."""
 _FORGETTING = 0.97
-"""What is left of a score when the next part is added: of the last 33, eight times what the tier holds."""
+"""Factor on a score as the next part is added: it reaches back about 33 parts, in which eight times the tier's blocks
+are asked for."""
 _OBSERVATIONS = 20.0
-"""That all the events of a score count for: blocks of a prompt come together, so that they are not as many as they are.
-Of 2 to 100, where days and nights differ, a load becomes another one or popularity drifts, 20 is nowhere far behind."""
+"""Independent observations that all events of a score count as: blocks of a prompt come together. Of 2 to 100, tried on
+traces of days and nights, of a changing load and of drifting popularity, 20 is nowhere far behind the best."""
 _LEAST_BELIEF = 0.01  # of a memory that is asked
 _PRIOR_EVENTS = 1.0
-"""A class is taken to be like the others of its age until it has seen more than so many: the others weigh as much as
-one observation (a unit information prior, Kass and Wasserman 1995), as classes are there to differ."""
+"""Until a class has seen more events than this, its rate is close to that of all classes at its age, which weigh as
+much as one observation (a unit information prior, Kass and Wasserman 1995), since classes are meant to differ."""
 
 
 class Rates:
-    """Of `num_classes` classes and as many ages as there are `half_widths`, which are half of how long a block is of
-    each age. One thread calls."""
+    """Rates of `num_classes` classes and `len(half_widths)` ages; `half_widths`, float64 of shape (ages,), has half of
+    the time that a block spends in each age, in blocks asked for. Called from one thread, the scheduler's."""
 
     def __init__(self, num_classes: int, half_widths: Table) -> None:
         shape = len(_FADING), num_classes, len(half_widths)
@@ -51,7 +51,8 @@ class Rates:
         self._begins: Table = np.cumsum(2 * half_widths) - 2 * half_widths  # of each age
 
     def add(self, events: Table, exposure: Table, passed: int) -> None:
-        """A part has passed, which took so long: (classes, ages) each."""
+        """Take in a part: `events` and `exposure` of shape (classes, ages), and its length `passed`, in blocks asked
+        for."""
         seen = np.maximum(exposure, events * self._half_widths)
         # Of Poisson's logarithm, without what is the same for all memories.
         likely = (events * np.log(self._rates) - self._rates * seen).sum(axis=(1, 2))
@@ -67,8 +68,8 @@ class Rates:
         self.mean = np.tensordot(self._beliefs(), self._rates, axes=1)
 
     def best(self, num_ages: int) -> Table:
-        """Of each class and age, (classes, ages), the best rate from there to any later age, of the first `num_ages`
-        ages alone: nothing is of a later one yet, and 0.0 stands there."""
+        """The highest rate from each class and age to any later age, of shape (classes, ages); only the first
+        `num_ages` ages have been reached by any block, the others are 0.0."""
         beliefs = self._beliefs()
         best = np.zeros((self._events.shape[1], num_ages))
         for memory in np.flatnonzero(beliefs >= _LEAST_BELIEF):
@@ -76,7 +77,7 @@ class Rates:
         return np.pad(best, ((0, 0), (0, len(self._half_widths) - num_ages)))
 
     def _beliefs(self) -> Table:
-        """How much each memory is believed, one in all."""
+        """The weight of each memory, of shape (memories,); they add up to 1."""
         likelihoods = np.exp(_OBSERVATIONS * (self._scores - self._scores.max()) / max(1.0, self._num_scored))
         beliefs: Table = likelihoods / likelihoods.sum()
         return beliefs

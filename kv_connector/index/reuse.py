@@ -8,15 +8,15 @@
 
 For each class and age two sums are kept (`Rates`): `events`, blocks that were asked for at that age and were not on the
 device, so that the host was of use or would have been; and `exposure`, how many known blocks spent how much time there.
-Older parts fade, the sooner the less they foretold of the latest ones. A block's worth is the best rate of events over
-exposure that it meets from its age on, up to any later one (the index of Gittins 1979, which orders what is to be kept
-for how likely and how soon it pays off). Blocks that are known without a copy count like all others, so that what was
-evicted too early shows; a tree remembers twice as many as the host holds. What comes new is let in by what its class
-is worth when it is asked for, and is worth less there while what came lately returns less often than it should
-(`Frailty`): what is there has shown what it is, and only what comes is taken for what others were.
+Older intervals decay, the faster the worse they predicted the latest ones. A block's worth is the highest rate of
+events over exposure from its age up to any later age (the Gittins index, 1979, which orders blocks by how likely and
+how soon keeping them pays off). Blocks that are known without a copy count like all others, so that an eviction that
+was too early is noticed; a tree remembers twice as many as the host holds. A new block is admitted by the worth of its
+class at age 0, scaled down while recent blocks return less often than expected (`Frailty`): only new blocks, as the age
+of the others has shown already whether they return.
 
-What is asked for again and again while it is on the device pays off never, a one-off prompt neither, and a chat whose
-user reads for a minute does so in a minute: nothing of that is a setting.
+Keeping a block that is asked for while it is on the device never pays off, nor does a one-off prompt, and a chat whose
+user reads for a minute pays off after a minute: all of this is learned, and none is a setting.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _HALF_WIDTHS: Table = np.maximum(0.5, 0.25 / _PER_OCTAVE * 2.0 ** (np.arange(_BU
 
 
 class ReuseModel:
-    """The order in which a tier that lies behind the device evicts. One thread calls. Where it is no tier's order
-    nothing is learned, only counted."""
+    """The eviction order of a tier behind the device. Called from one thread, the scheduler's. Where no tier uses it as
+    its order nothing is learned, only counted."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self._tree = tree
@@ -85,15 +85,15 @@ class ReuseModel:
         return of_visits + _CLASSES * (priority % NUM_PRIORITIES) if priority else of_visits
 
     def worth(self, node: int) -> float:
-        """Of a node's copy; the lowest goes first. Events in the time in which one more block is asked for, and what
-        the node's priority adds."""
+        """Of a node's copy; the lowest is evicted first. Expected events while one more block is asked for, plus a step
+        for the node's priority."""
         of_visits = _CLASS_OF[min(int(self._visits[node]), _MOST_VISITS)]
         worth = self._worth[of_visits][_bucket(self._tree.time - self._asked[node])]
         priority = self._priority[node]
         return worth + PRIORITY_STEP * priority if priority else worth
 
     def worth_of(self, path: Sequence[BlockHash], index: int, priority: int = 0) -> float:
-        """Of this block of a path, which comes new at the moment in which it is asked for with this priority."""
+        """The worth of block `index` of this path as a new one, asked for now with this priority."""
         tree = self._tree
         node = tree.get(path[index])
         parent = tree.get(path[index - 1]) if node is None and index else ROOT
@@ -108,8 +108,9 @@ class ReuseModel:
         return [time - since for since, _ in groupby(rows_of(asked, nodes))]
 
     def visited(self, nodes: NDArray[np.intc], is_of_use: NDArray[np.bool_]) -> None:
-        """A request asks for these nodes, each once, which are those it knows of all that it asks for; of use is the
-        host where the device does not hold them. Counts it in the tree, too: `hits`, `visits`, `visited`, `asked`."""
+        """A request asks for these nodes, each once: the known ones of all its blocks, as an array of shape
+        (num_nodes,); `is_of_use` marks those that the device does not hold, so that the host could help. Updates the
+        tree's `hits`, `visits`, `visited` and `asked`."""
         tree = self._tree
         asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.float32)
         visited = np.frombuffer(tree.visited, np.int64)
@@ -122,18 +123,18 @@ class ReuseModel:
         tree.num_visits += len(nodes)
 
     def used(self, nodes: NDArray[np.intc]) -> None:
-        """These nodes, each once, are used on the device, by whom is not known: a request may use one several times. So
-        their age begins anew, and it is a hit and no visit."""
+        """These nodes, each once, are used on the device by an unknown request, which may use one several times. So
+        their age restarts, and it counts as a hit, not as a visit."""
         tree = self._tree
         np.frombuffer(tree.hits, np.uintc)[nodes] += 1
         np.frombuffer(tree.asked, np.int64)[nodes] = tree.time
 
     def asked(self, num_blocks: int) -> None:
-        """A request asks for so many blocks, known or not, and `visited` was told which are: so time passes."""
+        """A request asks for this many blocks, known or not: advances the time. Called after `visited`."""
         self._tree.time += num_blocks
 
     def learn(self) -> None:
-        """What is due to be learned: up to a millisecond in which no request should wait."""
+        """Learn, if an interval has passed. Takes up to a millisecond: call it when no request waits."""
         if self._capacity and self._tree.time - self._looked_at >= max(1, self._part_length // LOOKS):
             self._look()
 

@@ -20,10 +20,9 @@ from .tree import PrefixTree
 
 
 class TenantQueues:
-    """An `EvictionQueue` for each tenant; calls are those of one, but that a tenant is named for which room is made.
-
-    `held`, by tenant, counts the blocks that are not free: those with a copy of a node of the tenant's, and such as
-    were handed out for it and are a copy of nothing yet. O(tenants) a call, and O(log n) a block as ever.
+    """An `EvictionQueue` for each tenant, with the same calls; `take` and others also name the tenant that needs room.
+    `held`, by tenant, counts the blocks that are not free: those with a copy of one of the tenant's nodes, and those
+    allocated for it without a copy yet. O(tenants) a call, and O(log n) a block.
     """
 
     def __init__(
@@ -52,18 +51,18 @@ class TenantQueues:
         self.shares = [min(part, quota) for part, quota in zip(parts, self.quotas, strict=True)]
 
     def limit(self, quotas: Sequence[int]) -> None:
-        """What each may hold at most."""
+        """Set the quota of each tenant, in blocks."""
         self.quotas = list(quotas)
         self.resized(self._capacity)
 
     def room(self, tenant: int) -> int:
-        """Blocks that it may be given beside those that it holds."""
+        """Blocks that its quota allows beside those that it holds."""
         return max(0, self.quotas[tenant] - self.held[tenant])
 
     # Which block is whose.
 
     def handed_out(self, block_ids: Sequence[int], tenant: int) -> None:
-        """Blocks that were free, or a victim's, are the tenant's from now on."""
+        """These blocks, free or evicted before, are the tenant's from now on."""
         if block_ids:
             self._owner.extend(bytes(max(0, max(block_ids) + 1 - len(self._owner))))
         for block_id in block_ids:
@@ -71,7 +70,7 @@ class TenantQueues:
         self.held[tenant] += len(block_ids)
 
     def attached(self, block_ids: Sequence[int], nodes: Sequence[int]) -> None:
-        """They become copies of nodes, whose tenant it is that they belong to."""
+        """These blocks become copies of nodes, and belong to the nodes' tenant."""
         owner, tenant_of, held = self._owner, self._tenant_of, self.held
         for block_id, node in zip(block_ids, nodes, strict=True):
             if owner[block_id] != tenant_of[node]:
@@ -80,24 +79,25 @@ class TenantQueues:
                 owner[block_id] = tenant_of[node]
 
     def freed(self, block_ids: Sequence[int]) -> None:
-        """They are nobody's."""
+        """These blocks are no tenant's any more."""
         for block_id in block_ids:
             self.held[self._owner[block_id]] -= 1
 
     def all_freed(self, pool: BlockPool) -> None:
-        """All but what is live there are nobody's."""
+        """All blocks but live ones are no tenant's any more."""
         self.held = [0] * len(self.held)
         for block_id in pool.live_ids():
             self.held[self._owner[block_id]] += 1
 
-    # What goes.
+    # Eviction.
 
     def push(self, node: int) -> None:
         """See `EvictionQueue.push`."""
         self._queues[self._tenant_of[node]].push(node)
 
     def first(self, older_than: float = NEVER, tenant: int | None = None) -> Key:
-        """What `take` of one block would take; of another tenant's, for one below its share, worth nothing."""
+        """The key of the node that `take` of one block would evict; another tenant's node counts as worth nothing for a
+        tenant below its share."""
         closed = [False] * len(self.held)
         while (giver := self._giver(self.held, tenant, closed)) is not None:
             key = self._queues[giver].first(older_than)
@@ -132,7 +132,7 @@ class TenantQueues:
         return victims
 
     def clear(self) -> None:
-        """Nothing can be evicted any more."""
+        """Empty all queues."""
         for queue in self._queues:
             queue.clear()
 

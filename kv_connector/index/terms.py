@@ -1,4 +1,4 @@
-"""On which terms a request's blocks are kept: what the tree notes of a block beside how often it was asked for."""
+"""Terms of a request's blocks (tenant, priority, whether transient), which the tree notes for each block."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ block goes before all of a higher priority."""
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`tenant`: whose blocks they are, by its index; the one of a prefix's first block counts for all behind it.
-    `priority`: the lowest goes first; a block has the highest that a request for it had. `is_transient`: they are to be
-    dropped some time, and go nowhere but to the host; until a request asks for them of which that is not true.
-    `is_barred`: no request has asked for them, see `NodeTerms`."""
+    """`tenant`: index of the tenant that the blocks belong to; that of a prefix's first block counts for all blocks
+    behind it. `priority`: the lowest is evicted first; a block has the highest of the requests that asked for it.
+    `is_transient`: the blocks have a time to live, and are kept on the host alone, until a request without one asks for
+    them. `is_barred`: no request has asked for them, see `NodeTerms`."""
 
     tenant: int = 0
     priority: int = 0
@@ -43,7 +43,7 @@ PLAIN = Terms()
 
 
 def terms_of(tenant: int) -> Terms:
-    """Of a tenant's blocks of which nothing else is said; `PLAIN` itself for the default one's."""
+    """The terms of a tenant's blocks without hints; `PLAIN` itself for the default tenant."""
     return Terms(tenant) if tenant else PLAIN
 
 

@@ -1,4 +1,4 @@
-"""One tier of the cache: its pool of blocks, the copies they hold, and which of them go when room is needed.
+"""One tier of the cache: its pool of blocks, the copies they hold, and which of them are evicted.
 
 A block of the pool is free, private (allocated, a copy of nothing), or a copy of a node in the tree. A copy may be
 evicted when it is resident, has no references (no request uses it and no copy job leases it), no child on this tier,
@@ -41,9 +41,9 @@ class CacheTier:
         order: EvictionOrder | None = None,
         weights: Sequence[int] = (),
     ) -> None:
-        """`order` says what goes first where room is needed; the least recently used where it is left out. `weights`
-        are those of the tenants that share the tier, if there are several: see `TenantQueues`. `log_removed` keeps the
-        hashes of resident copies that went in `removed`, for an owner that drains it or puts an empty list there."""
+        """`order` is the eviction order; least recently used by default. `weights` are those of the tenants that share
+        the tier, if there are several: see `TenantQueues`. `log_removed` keeps the hashes of evicted resident copies in
+        `removed`, for an owner that empties that list."""
         self.tree = tree
         self.tier = tier
         self.pool = BlockPool(capacity)
@@ -135,7 +135,7 @@ class CacheTier:
         return self._hand_out(min(num_blocks, num_free), victims, tenant)
 
     def allocate_up_to(self, num_blocks: int, older_than: float = NEVER, tenant: int = 0) -> list[int]:
-        """As `allocate`, but as many as can be had, possibly none."""
+        """As `allocate`, but as many as possible, maybe none."""
         num_free = min(num_blocks, self._num_free(tenant))
         victims = self._queue.take(num_blocks - num_free, older_than, NEVER, tenant, num_free)
         return self._hand_out(num_free, victims, tenant)
@@ -198,7 +198,7 @@ class CacheTier:
         return filled
 
     def discard(self, block_ids: Iterable[int]) -> None:
-        """These bytes are not to be trusted, or not wanted: copies being written or resident are matched no more.
+        """Drop copies whose bytes are wrong, or not wanted: copies being written or resident are not matched any more.
 
         A block in use stays with its users and is free when the last one releases it.
         """
@@ -276,17 +276,16 @@ class CacheTier:
             self._offer(node)
 
     def resize(self, capacity: int) -> None:
-        """Change the number of blocks. Copies above a smaller capacity go at once where nobody uses them, and when
-        their last user lets go otherwise."""
+        """Change the number of blocks. Copies above a smaller capacity are dropped at once if unused, else when their
+        last user releases them."""
         self.pool.resize(capacity)
         self._order.resized(capacity)
         self._queue.resized(capacity)
         self.discard([block_id for block_id in self.pool.live_ids(capacity) if not self.pool.refs(block_id)])
 
     def reset(self) -> None:
-        """Forget every copy. Blocks in use stay with their users until released.
-
-        As fast as arrays are written, but for `removed`, where it is kept: that takes a look at every hash.
+        """Drop every copy. Blocks in use stay with their users until released. Takes array writes alone, except with
+        `removed`, which collects every hash.
         """
         num_rows = min(len(self._state), len(self._refs))  # blocks behind them have not been used since a reset
         states = np.frombuffer(self._state, np.uint8)[:num_rows]

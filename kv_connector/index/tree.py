@@ -1,7 +1,7 @@
-"""The prefix tree: which blocks are known, how they follow one another, and on which tiers a copy of each lies.
+"""The prefix tree: which blocks are known, their parents, and the tiers that have a copy of each.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one look-up a block. Nodes are rows of flat arrays, not objects: about 237 bytes a block,
+no child links: a match is one lookup a block. Nodes are rows of flat arrays, not objects: about 237 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
@@ -41,7 +41,7 @@ LEAST_REMEMBERED = 1 << 16
 
 
 def rows_of(column: Sequence[Any], rows: Sequence[int]) -> tuple[Any, ...]:
-    """What a column has in these rows, in no time of Python's."""
+    """The values of a column in these rows, gathered without a Python loop."""
     # One row more than asked for: of a single one there would be no tuple.
     return itemgetter(*rows, rows[0])(column)[:-1] if rows else ()
 
@@ -183,8 +183,8 @@ class PrefixTree:
         return [n for n, name in named if depths[n] < len(path) and path[depths[n]] == name]
 
     def visits_behind(self, parent: int) -> float:
-        """Of a new child: who goes on where nobody did comes back, and is who has visited the parent; who turns off
-        from others is new."""
+        """The visits of a new child of this node: those of the parent if it has no child yet, since the same chat
+        continues it; else none, since another one branches off."""
         has_children = (self._keeps[parent] & (_LEAVING - 1)) > self.pins[parent]
         return 0 if parent == ROOT or has_children else self.visits[parent]
 

@@ -15,10 +15,10 @@ receiver's pool: after `revoke` they may still do so until the pusher has said t
 where the link was lost. Elsewhere the receiver copies, and nothing is written behind `revoke`.
 
 Lifecycle: each push ends exactly once, in Pushed, also where the link is lost. A link is lost once, in Lost, and is
-never used again; connecting anew gives another link.
+never used again; a new connection is another link.
 
-Threading model: no threads. One thread makes every call but `wake`, which any may; all input and output is driven by
-`poll`, and no other call blocks.
+Threading model: no threads of its own. One thread, the peer thread of a worker's process, makes every call except
+`wake`, which any thread may make; all input and output happens in `poll`, and no other call blocks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Ids = NDArray[np.int64]
 
 
 class PeerError(KVConnectorError):
-    """A peer is not to be talked to, or said what it may not: its link is dropped, and nothing else."""
+    """A peer is incompatible, or broke the protocol: its link is closed, and nothing else fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ class PoolRegion:
     """Block b's piece begins at `address + b * block_stride` and has `piece_bytes` bytes: `num_runs` runs of equal
     length, which begin `run_stride` bytes apart.
 
-    `num_heads` are the KV heads of this rank in it, 0 where that is not known: `head_bytes` of the first, as many of
-    each other, and so on again to the end of the piece. What every rank holds alike is one head.
+    `num_heads` is the number of this rank's KV heads in a piece, 0 where unknown: `head_bytes` of each head in turn,
+    repeated to the end of the piece. A piece that every rank holds alike counts as one head.
     """
 
     address: int
@@ -66,7 +66,7 @@ class PoolRegion:
     run_stride: int = 0
 
     def part(self, heads: range) -> PoolRegion:
-        """Of a piece that is one run, what these heads have."""
+        """The region of these heads alone; the piece must be one run."""
         if len(heads) == self.num_heads:
             return self
         stride = self.num_heads * self.head_bytes
@@ -84,12 +84,12 @@ class Writer(Protocol):
     """Enqueues writes of blocks of this pool into one other pool (`transfer.paths.peer_writes.RemoteWriter`)."""
 
     def write(self, source_ids: Ids, target_ids: Ids, regions: range, may_write: Callable[[], bool]) -> bool:
-        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range. Nothing
-        is enqueued, and the answer is no, where `may_write` says so, which is asked right in front of the copies."""
+        """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range.
+        `may_write` is asked right before the copies; if it says no, nothing is enqueued, and the answer is False."""
 
 
 class Clock(Protocol):
-    """What lets time pass, with the names of Python's module `time`."""
+    """A source of time, with the names of Python's module `time`."""
 
     def monotonic(self) -> float:
         """Seconds that never go back."""
@@ -102,7 +102,7 @@ _SYSTEM_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 
 
 class SystemClock:
-    """The machine's; time in which the machine was suspended counts, too, where the system tells of it."""
+    """The system's clock; time in which the machine was suspended counts, too, where the system has such a clock."""
 
     def monotonic(self) -> float:
         """See `Clock`."""
@@ -114,7 +114,7 @@ class SystemClock:
 
 
 CLOCK = SystemClock()
-"""What peers' transports and jobs go by."""
+"""The clock of peers' transports and jobs."""
 
 
 class Marker(Protocol):
@@ -128,15 +128,15 @@ class SlotCoder(Protocol):
     """Codes blocks of this pool into rows of host memory, and back, behind what the pool's stream holds
     (`transfer.paths.coded_slots`).
 
-    A row is as long as `row_bytes` says, whatever its content; a block whose content does not fit is of no use there.
+    A row has `row_bytes` bytes, whatever its content; the row of a block whose content does not fit is invalid.
     `locked` says that the memory is page-locked.
     """
 
     form: str
-    """What the bytes of a row are: equal text, equal meaning of every byte."""
+    """Name of the format of a row: two coders with the same name read each other's rows."""
 
     def row_bytes(self, regions: range) -> int:
-        """Of one block's pieces in these consecutive regions; not more than they have, but for the rounding to 16."""
+        """Coded bytes of one block's pieces in these consecutive regions, at most the raw bytes rounded up to 16."""
 
     def encode(self, block_ids: Ids, regions: range, address: int, locked: bool) -> Callable[[], bool]:
         """Write rows behind one another from `address` on; the answer, once the copy has completed, is whether all of
@@ -154,9 +154,9 @@ class PeerPool:
     `arrangement` says what their bytes are: see `CacheLayout`. `device` is -1 for the CPU's memory, else the index of a
     CUDA device; then `copy`, `writer` and `mark` are given: a copier, a maker of writers into a pool that is mapped
     here, and a maker of markers behind what was enqueued so far, all on `stream`, a stream of the driver's that is
-    ours. `coder` makes what codes blocks into slots of so many bytes, where that is wanted. `prepare_thread` is what
-    the thread that drives the transport calls first, so that nothing it does spoils a CUDA graph that is being
-    captured. `keeps` keeps the memory alive.
+    ours. `coder` makes the coder for slots of a number of bytes, with `peer.wire_form`. The thread that drives the
+    transport calls `prepare_thread` first, so that it never invalidates a CUDA graph capture. `keeps` keeps the memory
+    alive.
     """
 
     num_blocks: int
@@ -184,8 +184,8 @@ class PeerPool:
 @dataclass(frozen=True, slots=True, eq=False)
 class Push:
     """Blocks `source_ids` of this pool to `target_ids` of the peer's, which are positions `first` and following of the
-    peer's grant `grant`; in each of `regions`, of the heads that both hold. `number` is the caller's, and in use once
-    at a time."""
+    peer's grant `grant`; in each of `regions`, of the heads that both hold. `number` is chosen by the caller, and
+    unique among pushes in progress."""
 
     number: int
     grant: int
@@ -197,8 +197,8 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A link is open. `engine_id` names the peer's start, `num_blocks` are those of its pool, `shard` the part of its
-    engine's cache that it holds."""
+    """A link is open. `engine_id` names the peer's engine start, `num_blocks` is the size of its pool, `shard` the part
+    of its engine's cache that it holds."""
 
     link: int
     engine_id: str
@@ -208,7 +208,7 @@ class Connected:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The peer said something; every value is within the limits of its kind."""
+    """A message of the peer; every field has been checked against the limits of its kind."""
 
     link: int
     message: WireMessage
@@ -264,43 +264,42 @@ class PeerTransport(Protocol):
 
     @property
     def port(self) -> int:
-        """Where peers reach this side."""
+        """The TCP port at which peers reach this side."""
 
     def connect(self, host: str, port: int) -> int:
-        """Begin a link; Connected or Lost tells what came of it."""
+        """Begin to connect; returns the link's number. Connected or Lost follows from `poll`."""
 
     def send(self, link: int, message: WireMessage) -> None:
-        """Say something, in order with everything else that is said; nothing on a link that is lost.
+        """Queue a message, delivered in order; does nothing on a link that is lost.
 
         Raises PeerError where the message is over the bound.
         """
 
     def grant(self, link: int, number: int, block_ids: Sequence[int]) -> None:
-        """Let the peer fill these blocks, position by position. `number` is in use once at a time on a link."""
+        """Let the peer fill these blocks, position by position. `number` is unique among a link's open grants."""
 
     def revoke(self, link: int, number: int) -> None:
-        """The peer is to fill them no more; see `is_one_sided`."""
+        """End a grant; see `is_one_sided` for writes that may still land."""
 
     def push(self, link: int, push: Push) -> None:
         """Begin to push. Ids must lie in the pools: an assertion here, and refused by the peer."""
 
     def cancel(self, number: int) -> None:
-        """Push what has not begun no more; Pushed still comes, once nothing of it is on its way."""
+        """Skip the parts of a push that have not begun; Pushed still follows, once none of it is in flight."""
 
     def drop(self, link: int, reason: str) -> None:
         """Close a link; Lost comes with the reason."""
 
     def quiet_in(self, link: int) -> float:
-        """In how many seconds nothing can be written any more of what the peer of a lost link was to push here; 0 where
-        that is so, and after a bounded number of looks whatever holds this side up. It may come nearer, where the
-        peer's process ends, and go further off, where this side stood still. Also behind `close`; who waits asks twice
-        a second at least."""
+        """Seconds until no write of a lost link's peer can land here any more; 0 from then on, which is reached after a
+        bounded number of calls, however slow this side runs. It may shrink, when the peer's process ends, and grow,
+        when this side was paused. May be called after `close`; call it at least twice a second while waiting."""
 
     def poll(self, timeout: float) -> list[PeerEvent]:
-        """Make progress, for up to `timeout` seconds where there is nothing to tell."""
+        """Do all input and output, and return events; blocks up to `timeout` seconds while there are none."""
 
     def wake(self) -> None:
-        """Let a `poll` that waits return; from any thread."""
+        """Make a blocked `poll` return; from any thread."""
 
     def close(self) -> None:
         """Close every link and free everything. Idempotent."""

@@ -66,7 +66,7 @@ class PeerIdentity:
         return range(first, first + theirs)
 
     def needs(self, other: Shard) -> bool:
-        """Whether a partner is to be asked for its bytes: none in front of it holds the same heads in all regions."""
+        """Whether this partner is to be asked for blocks: no earlier partner holds the same heads in all regions."""
         if other.rank == self.shard.partners(other.tp_size).start:
             return True
         before = Shard(other.rank - 1, other.tp_size)

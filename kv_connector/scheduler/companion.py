@@ -36,14 +36,14 @@ class Admission:
 
 
 class Companion(Protocol):
-    """What the scheduler half tells and asks; it is the owner of its jobs, too."""
+    """A part of the scheduler half that is called at every event: storage, peers, a recorder. Called from the
+    scheduler's thread. It is the owner of its jobs, too."""
 
     def arrived(self, request: Request) -> bool:
-        """A request has arrived, or is looked up once more. True: it is this companion's alone, and those behind are
-        not told."""
+        """A request has arrived, or is looked up again. True claims it: later companions are not called for it."""
 
     def is_awaited(self, request_id: str) -> bool:
-        """Whether the request should wait for what is on its way to the host. Changes nothing."""
+        """Whether the request should wait for blocks that are being read to the host. Changes nothing."""
 
     def num_hashes(self, request: Request) -> int:
         """Leading block hashes of the request whose blocks this companion would bring to the device itself."""
@@ -59,36 +59,37 @@ class Companion(Protocol):
         """The request has lost its device blocks and will be admitted again."""
 
     def given_up(self, request_id: str) -> None:
-        """The request is about to end, and nobody is to continue it."""
+        """The request is about to be aborted, and no other engine shall continue it."""
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """The request has ended, before it was admitted or after; what the engine is to return with it, if anything."""
+        """The request has ended, before it was admitted or after; returns the `kv_transfer_params` of its answer, if
+        any."""
 
     def saved(self, host_ids: Sequence[int]) -> None:
         """Host blocks were filled by a save."""
 
     def plan(self, plan: StepPlan) -> StepPlan:
-        """The step's plan, with what this companion begins and calls off. Called once a step."""
+        """Returns the step's plan with the jobs that this companion begins and cancels. Called once a step."""
 
     def reported(self, report: StepReport) -> None:
-        """What one rank says of itself; its jobs have ended already."""
+        """The report of one rank, whose ended jobs have been handled already."""
 
     def end(self, ended: EndedJob) -> None:
         """Every rank has reported one of this companion's jobs, whose leases are released right after."""
 
     @property
     def may_warm(self) -> bool:
-        """Whether prefixes may be brought to the host by now that no request asks for."""
+        """Whether prefixes may be read to the host now without a request for them."""
 
     def warm(self, block_hashes: Sequence[BlockHash], tenant: int) -> bool:
-        """Bring a prefix of a tenant's to the host, though no request asks for it; whether that has begun."""
+        """Read a tenant's prefix to the host without a request for it; returns whether that has begun."""
 
     def drain(self) -> int | None:
-        """Write all that the host has, and return how many blocks are still to be written; None where this companion
-        writes nothing."""
+        """Write all blocks of the host to storage; returns how many blocks are still to be written, None if this
+        companion writes none."""
 
     def reset(self) -> bool:
-        """Nothing that was computed until now may be used any more; returns whether that is so already."""
+        """Nothing that was computed until now may be used any more; returns whether that holds already."""
 
     @property
     def is_busy(self) -> bool:

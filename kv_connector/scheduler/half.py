@@ -1,9 +1,9 @@
 """The scheduler half (layer 2): knows what is cached on the host, decides what is loaded and saved, moves no byte.
 
-Who owns what: the engine owns device blocks and tells us of them call by call; this half owns the prefix tree's hits
-and the host tier; a job owns a lease (one reference) on every block it reads or writes, on both tiers, from the plan
-until every rank has reported it. A host block is matched only while it is resident, evicted only while nobody leases
-it, so a copy planned in a step can neither read nor overwrite what another copy of that step uses.
+Ownership: the engine owns device blocks and reports them call by call; this half owns the prefix tree and the host
+tier; a job owns a lease (one reference) on every block it reads or writes, on both tiers, from the plan until every
+rank has reported it. A host block is matched only while it is RESIDENT and evicted only while nothing leases it, so a
+copy planned in a step can neither read nor overwrite a block that another copy of that step uses.
 """
 
 from __future__ import annotations
@@ -63,15 +63,16 @@ from .watchdog import CopyWatchdog
 class SchedulerHalf(Operations, KVConnectorScheduler):
     """See `KVConnectorScheduler` for the engine's calls, and `Operations` for an operator's.
 
-    `groups`: the engine's block groups; the first is of full attention if any is. `drop_last_block`, `ends_within`: see
-    `GroupedTree`; the engine tells of ends inside of blocks with `base.StateBlock`.
-    `unpins_when_idle`: the engine calls `handle_preemptions` before anything writes to a block that it hands out anew.
-    `fails_by_block`: see `LoadPlanner`. `publishes_events`: somebody reads `take_events`. An engine that keeps its own
-    device blocks in our index passes its `tree`, so that one tree knows every tier. `clock` gives seconds that never go
-    back; it orders evictions and times loads. `learns_at_admission`: not for an engine that calls `note_asked`.
-    `identity` names what the engine's block hashes leave out (model, layout, ...): it goes into the names that storage
-    and other engines know blocks by. `engine_id` names this start of the engine, for those that continue its requests.
-    `adapter_of` tells adapters apart that the engine's hashes do not: see `Roots`. `observers` hear of all.
+    `block_size`: tokens that a block hash covers. `world_size`: ranks that report each step. `groups`: the engine's
+    block groups; the first is of full attention if any is. `drop_last_block`, `ends_within`: see `GroupedTree`; the
+    engine names ends inside blocks with `base.StateBlock`. `unpins_when_idle`: the engine calls `handle_preemptions`
+    before anything writes to a block that it has reallocated. `fails_by_block`: see `LoadPlanner`. `publishes_events`:
+    `take_events` is read. An engine that keeps its own device blocks in our index passes its `tree`, so that one tree
+    has every tier. `clock` returns monotonic seconds; it orders evictions and times loads. `learns_at_admission`: false
+    for an engine that calls `note_asked`. `identity` has what the engine's block hashes leave out (model, layout, ...):
+    it is part of the keys of blocks in storage and in other engines. `engine_id` names this start of the engine, for
+    engines that continue its requests. `adapter_of` distinguishes LoRA adapters that the engine's hashes do not: see
+    `Roots`. `observers` are called at every event. Raises ConfigError for settings that do not fit together.
     """
 
     def __init__(
@@ -187,18 +188,20 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         state.awaits_both = state.load is not None and num_brought > 0
 
     def note_asked(self, hashes: Sequence[BlockHash], on_device: bool = False) -> None:
-        """For an engine that tells of blocks and not of whole requests: a request asks for these, all of which the
-        device holds, or none. Called once for each, and of what it lacks before the request computes it: from then on
-        it is missed no more. Only engines without windows tell in this way."""
+        """For an engine that reports blocks instead of whole requests: a request asks for these blocks, all of which
+        the device holds (`on_device`), or none. Called once for each block of a request, and for blocks that the device
+        lacks before the request computes them, after which they no longer count as misses. Only for models without
+        windows."""
         self._hits.note_asked(self.tree.match(hashes), len(hashes), len(hashes) if on_device else 0)
 
     def hold_computed(self, request: Request, block_ids: Sequence[Sequence[int]], num_in_front: int = 0) -> None:
-        """For an engine that tells of blocks and not of the requests that compute them: these hold what the hashes of
-        `request` say, and the engine keeps them until `request_finished`. The next plan, in which it is scheduled
-        without tokens, saves what the write policy wants of them. Counts as a use on the device and as no request.
+        """For an engine that reports blocks instead of the requests that compute them: `block_ids`, by block group,
+        hold what the hashes of `request` say, and the engine keeps them until `request_finished`. The next plan, in
+        which `request` is scheduled without tokens, saves the blocks that the write policy wants. Counts as a use on
+        the device, not as a request.
 
-        The first `num_in_front` hashes only say what is in front of the others, and their blocks are NO_BLOCK. Only
-        engines without windows tell in this way."""
+        The first `num_in_front` hashes only name the prefix of the others, and their blocks are NO_BLOCK. Only for
+        models without windows."""
         hashes, now = request.block_hashes, self._shared.clock()
         state = self._requests.admit(request, block_ids, 0)
         state.is_counted = state.is_held = True
@@ -242,7 +245,7 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         for report in reports:
             self._ranks.take_in(report)
-        self._ranks.fit_host()  # what a look-up has found needs room
+        self._ranks.fit_host()  # what a lookup has found needs room
         if self._budget.block_bytes != self._ranks.block_bytes:
             self._budget.block_bytes = self._ranks.block_bytes
             self._shared.tenants.fit(self.host, self._ranks.block_bytes)
@@ -275,16 +278,18 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         return False, params
 
     def abort_transfer(self, request_id: str) -> None:
-        """The request is given up: called before `request_finished`, no other engine is told to continue it."""
+        """The request is aborted: called before `request_finished`, so that its answer names no transfer to
+        continue."""
         self._companions.given_up(request_id)
 
     def holding(self, block_ids: Collection[int]) -> list[str]:
-        """Requests that hold any of these device blocks, or were preempted of them since a load was planned that is to
-        fill them. Asked before the report is taken in that says that the load has failed."""
+        """Ids of requests that hold any of these device blocks, or were preempted and lost them after a load into them
+        was planned. Call it before `update_connector_output` gets the report of the failed load."""
         return self._requests.holding(block_ids)
 
     def block_ids(self, request_id: str) -> list[list[int]]:
-        """The device blocks of an admitted request, by block group; none where it was preempted."""
+        """Ids of the device blocks of an admitted request, by block group; none while it is preempted. Raises
+        KeyError."""
         return [table.block_ids for table in self._requests[request_id].tables]
 
     def reset_cache(self) -> bool:

@@ -20,8 +20,8 @@ from .observers import Job, JobObserver, JobTimes, Observers
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """A job that every rank has reported. `ok`: it is done on all of them. `found`: of a look-up, a bit for each key,
-    set where every rank has it. `missing`: of a job that is done, its host blocks that some rank has not moved."""
+    """A job that every rank has reported. `ok`: done on all of them. `found`: of a lookup, bit i is set if every rank
+    has key i. `missing`: of a done job, the host blocks that some rank has not moved."""
 
     job: Job
     ok: bool
@@ -30,7 +30,7 @@ class EndedJob:
 
 
 class JobOwner(Protocol):
-    """Whoever opens jobs. A job's leases are released right after `end` returns."""
+    """The planner that opens a job. A job's leases are released right after `end` returns."""
 
     def end(self, ended: EndedJob) -> None:
         """Every rank has reported the job."""
@@ -52,7 +52,8 @@ class _OpenJob:
 
 
 class JobLedger:
-    """Issues job ids, holds every job, and owns its leases. One thread calls; `clock` gives seconds."""
+    """Issues job ids, holds every job, and owns its leases. Called from the scheduler's thread; `clock` returns
+    seconds."""
 
     def __init__(
         self,

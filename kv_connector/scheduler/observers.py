@@ -115,7 +115,9 @@ class GuardedObserver:
         try:
             return getattr(self._observer, what)(*told)
         except Exception:  # it may call others' code, such as an exporter of traces
-            logger.exception("%s ends, the engine goes on", type(self._observer).__name__)
+            logger.exception(
+                "%s raised and is not called any more, the engine continues", type(self._observer).__name__
+            )
             self._observer = None
             return None
 
@@ -170,7 +172,7 @@ class JobTimes:
             histogram.observe(seconds)
 
     def ended(self, ended: EndedJob, seconds: float) -> None:
-        """What failed is counted elsewhere, and what moves no block, but for look-ups, nowhere."""
+        """What failed is counted elsewhere, and what moves no block, but for lookups, nowhere."""
         kind = kind_of(ended.job)
         if ended.ok and (ended.job.num_blocks or kind is StorageAction.LOOK_UP):
             self._of_jobs[kind].observe(seconds)

@@ -15,7 +15,8 @@ from .requests import RequestTable
 
 
 class Operations:
-    """A part of `SchedulerHalf`, which owns all that this names. No call blocks."""
+    """An operator's calls, a part of `SchedulerHalf`. All are made from the scheduler's thread, between two steps, and
+    none blocks."""
 
     host: CacheTier
     _companions: Companions
@@ -31,10 +32,10 @@ class Operations:
         tenant: str = "default",
         are_given: bool = True,
     ) -> None:
-        """Keep a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. What was
-        computed before is saved with the next request for it. With `ttl_s` that ends by itself, so many seconds from
-        now on. The hashes are those of all blocks of a prompt, from its first one on. `are_given`: somebody says so;
-        not where the engine has just named the blocks of a prompt, which is believed. Raises KVConnectorError, and
+        """Pin a prefix: its blocks are saved as soon as they are computed, and never evicted from the host. Blocks that
+        were computed before are saved with the next request for them. With `ttl_s` the pin ends by itself after that
+        many seconds. The hashes are those of all blocks of a prompt, from its first one on. `are_given`: somebody says
+        so; not where the engine has just named the blocks of a prompt, which is believed. Raises KVConnectorError, and
         changes nothing, for a tenant that is not configured, and for given hashes that are not known as a prefix."""
         owner = self._control.tenants.named(tenant)
         self._check_known(block_hashes, are_given)
@@ -45,12 +46,13 @@ class Operations:
         self._control.pins.unpin(block_hashes)
 
     def pinned_prefixes(self) -> list[KeptPin]:
-        """What operators have pinned, at this start or before; each once, however often it was pinned."""
+        """The prefixes that operators have pinned, since this start or before; each once, however often it was
+        pinned."""
         return self._control.pins.of_operators()
 
     def keep_pins(self, keeper: PinKeeper) -> None:
-        """Pin again what `keeper` has of the last start, and tell it of all that is pinned from now on. Called once, in
-        front of the first step."""
+        """Restore the pins that `keeper` has of the last start, and report later pins to it. Called once, before the
+        first step."""
         self._control.keep_pins(keeper)
 
     def resize_host(self, num_blocks: int | None) -> None:
@@ -60,18 +62,17 @@ class Operations:
 
     @property
     def host_block_bytes(self) -> int:
-        """Of a host block over all ranks; 0 as long as no rank has host memory ready."""
+        """Bytes of a host block over all ranks; 0 as long as no rank has host memory ready."""
         return self._ranks.block_bytes
 
     def clear_tenant(self, tenant: str) -> int:
-        """Drop what the host has of a tenant's, and what its requests have pinned; what they have computed until now is
-        not saved any more. Returns how many blocks went. The device and storage keep what they have: only whoever knows
-        the salt finds it. Raises KVConnectorError for a tenant that is not configured."""
+        """Drop a tenant's blocks from the host, with the pins of its requests; blocks that they have computed until now
+        are not saved any more. Returns how many blocks were dropped. The device and storage keep their blocks, which
+        only requests with the same salt hit. Raises KVConnectorError for a tenant that is not configured."""
         return self._control.clear_tenant(tenant, self._requests)
 
     def tenant_stats(self) -> dict[str, dict[str, float]]:
-        """By tenant what it may hold of the host and holds, in blocks, and sums since the start; "default" is always
-        there."""
+        """By tenant its share, quota and held blocks, and counters since the start; "default" is always included."""
         return self._control.tenant_stats()
 
     def warm(self, block_hashes: Sequence[BlockHash], tenant: str = "default", are_given: bool = True) -> bool:
@@ -82,7 +83,7 @@ class Operations:
         return self._companions.warm(block_hashes, owner)
 
     def tenant_of(self, cache_salt: str) -> str:
-        """The tenant whose requests with this salt are."""
+        """Name of the tenant that requests with this salt belong to."""
         return self._control.tenants.name_of(self._control.tenants.of_salt(cache_salt))
 
     def tenant_named(self, name: str) -> str:

@@ -1,4 +1,4 @@
-"""An observer: what requests there were, for a trace that others replay."""
+"""An observer that records requests as a trace for replay."""
 
 from __future__ import annotations
 

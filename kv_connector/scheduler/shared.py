@@ -69,7 +69,7 @@ class Shared:
     tenants: Tenants
 
     def num_useful(self, num_tokens: int) -> int:
-        """How many hashes of a request of so many tokens a look-up may go by, so that a token is left to compute.
+        """How many hashes of a request of so many tokens a lookup may go by, so that a token is left to compute.
 
         Where a block is left to draft layers it may be the request's last one. As vLLM does it, that holds for several
         groups alone: it keeps the states in front of that block.

@@ -1,4 +1,4 @@
-"""Traces of a share of the requests (layer 2): from the look-up to the bytes, a span for each job.
+"""Traces of a share of the requests (layer 2): from the lookup to the bytes, a span for each job.
 
     kv_connector.request                     from arrival to end, with what it was admitted with
         kv_connector.load, .save             host memory and device

@@ -1,4 +1,4 @@
-"""Copies that some rank has not reported for a minute: logged once, and nothing new is asked of a link that hangs."""
+"""Copies that some rank has not reported for a minute: logged once, and no new copies are planned meanwhile."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ KEY_BYTES = 32
 """A key is a SHA-256 digest: it names a block's content and everything that decides its bytes."""
 
 MakeExecutor = Callable[[int, str], Executor]
-"""What runs calls: so many at a time, under this name. Called for each kind of calls."""
+"""Makes an executor of this many threads with this name; called once for each kind of calls."""
 
 T = TypeVar("T")
 logger = logging.getLogger("kv_connector.storage")
@@ -46,12 +46,12 @@ class Storage(Protocol):
     """Blocks of one size by key. Calls return at once and may come from any thread; `close` ends them.
 
     Keys have `KEY_BYTES` bytes. A buffer is a writable, contiguous memoryview of bytes, as long as a block: it belongs
-    to the backend until the future is done, and a future that could be cancelled has left it as it was. Buffers that
+    to the backend until the future is done; if the future could be cancelled the buffer is unchanged. Buffers that
     start on a page are read and written without another copy.
     """
 
     def exists(self, keys: Sequence[bytes]) -> Future[int]:
-        """How many of the leading `keys` are stored. A promise of nothing: they may be gone when they are read."""
+        """How many of the leading `keys` are stored. No guarantee: they may be evicted before they are read."""
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview]) -> Future[list[bool]]:
         """Fill `buffers[i]` with the block of `keys[i]`; True where it holds every byte, verified. Else its content is
@@ -61,32 +61,33 @@ class Storage(Protocol):
         """Store blocks; True where the block is stored now, also where it was already and is not written again."""
 
     def remove(self, keys: Sequence[bytes]) -> Future[int]:
-        """Forget blocks; how many there were."""
+        """Delete blocks; returns how many of them were stored."""
 
     def stats(self) -> dict[str, float]:
         """`StorageCounters` and gauges, by name; the unit is in the name."""
 
     def close(self) -> None:
-        """Finish what is under way and release everything. Idempotent. Later calls answer as for missing blocks."""
+        """Block until calls in progress have ended, and release everything. Idempotent. Later calls answer as for
+        missing blocks."""
 
 
 class GroupedStorage(Storage, Protocol):
     """What a rank uses: a `Storage` that may keep several blocks as one.
 
     A group is `group_blocks` consecutive blocks of one prefix, the first of them at a multiple of `group_blocks` in it.
-    The keys of a call begin with a group and go on group by group; only the last may have fewer blocks, and it is then
-    another group than the whole one. A look-up is of one prefix, and finds whole groups and at its end, where there is
-    one, the longest shorter group. In a read an empty buffer stands for a block of a group that is not wanted.
+    The keys of a call begin at a group and continue group by group; only the last may have fewer blocks, and is then a
+    different group from the whole one. A lookup is of one prefix, and finds whole groups and, at its end, the longest
+    shorter group. In a read an empty buffer stands for a block of a group that is not wanted.
 
-    Blocks of sliding windows and of recurrent states come and go one by one, so they are kept `singly`: each is a group
-    of its own, whatever `group_blocks` is, and `which` finds it.
+    Blocks of sliding windows and of recurrent states are saved and evicted one by one, so they are kept `singly`: each
+    is a group of its own, whatever `group_blocks` is, and `which` finds it.
     """
 
     group_blocks: int
     """A power of two; with 1 every block is found by itself."""
 
     def which(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Which of these blocks are stored that are kept singly. A promise of nothing, as that of `exists`."""
+        """Which of these blocks, kept singly, are stored. No guarantee, as with `exists`."""
 
     def read(self, keys: Sequence[bytes], buffers: Sequence[memoryview], singly: bool = False) -> Future[list[bool]]:
         """See `Storage.read`."""
@@ -98,10 +99,10 @@ class GroupedStorage(Storage, Protocol):
 class ThreadedStorage(ABC):
     """A backend whose calls block, run on threads of its own: subclasses say what is done, and may raise OSError.
 
-    Look-ups wait for no reads, and reads for no writes: each kind has threads of its own that plan its batches, and
+    Lookups wait for no reads, and reads for no writes: each kind has threads of its own that plan its batches, and
     they share `num_threads` for the input and output itself. With `num_batches` above one, so many reads and as many
     writes run side by side, so that the disk has work while the last blocks of a batch are awaited; and `num_look_ups`
-    where a look-up waits for a network.
+    where a lookup waits for a network.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class ThreadedStorage(ABC):
 
     @abstractmethod
     def find(self, keys: list[bytes]) -> int:
-        """How many of the leading keys are stored; on the thread of look-ups."""
+        """How many of the leading keys are stored; on the thread of lookups."""
 
     @abstractmethod
     def fill(self, keys: list[bytes], buffers: list[memoryview]) -> list[bool]:
@@ -179,7 +180,8 @@ class ThreadedStorage(ABC):
         """Remove blocks; on a writing thread."""
 
     def find_each(self, keys: list[bytes]) -> list[bool]:
-        """Which blocks are stored; on the thread of look-ups. A `find` for each gap, where nobody knows better."""
+        """Which blocks are stored; on the thread of lookups. Calls `find` once for each gap, unless a subclass does
+        better."""
         there: list[bool] = []
         while len(there) < len(keys):
             there += [True] * self.find(keys[len(there) :]) + [False]
@@ -220,7 +222,7 @@ class ThreadedStorage(ABC):
             logger.warning("%s storage: %s: %s: %s", self._name, what, type(error).__name__, error)
 
     def note_success(self) -> None:
-        """Something worked: the next fault is told again."""
+        """A call succeeded: the next fault is logged again."""
         self._is_faulty = False
 
     def _run(self, pool: Executor, call: Callable[[], T], otherwise: T, **lost: int) -> Future[T]:

@@ -1,4 +1,4 @@
-"""When a remote store is left alone: a breaker that opens on faults and closes when a probe says that it is back.
+"""A circuit breaker for a remote store: it opens on faults, and closes when a probe is answered.
 
     CLOSED --faults--> OPEN --pause is over--> HALF_OPEN --the probe succeeds--> CLOSED
                         ^--------the probe fails, and the pause doubles----'
@@ -47,7 +47,7 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Where it is now."""
+        """The current state."""
         return self._state
 
     @property
@@ -86,7 +86,7 @@ class Breaker:
             return True
 
     def end_probe(self, ok: bool) -> None:
-        """What came of the probe that was granted."""
+        """Report the result of the granted probe."""
         with self._lock:
             assert self._state is BreakerState.HALF_OPEN, f"a probe ended in state {self._state}"
             if ok:

@@ -1,4 +1,5 @@
-"""A backend that nobody need trust: every object carries what it is to be, and answers are waited for with a limit.
+"""A wrapper of backends that are not trusted: every object carries its key and checksum, and every call has a time
+limit.
 
 An object is a block and a page behind it with the block's name and checksum. It is put together in memory of its batch
 alone, and copied out of that only when it is whole: a backend that answers with other bytes, or too late, or that

@@ -1,7 +1,7 @@
 """What is stored with each block, and compared when it is read: a CRC-32, or with a secret a MAC (`macs.py`).
 
 isal computes CRC-32 at the speed of memory, zlib at 1 to 4 GB/s, which is less than some disks have. The value is the
-same, so what was written with one is read with the other. Neither holds Python's lock while it works on a block.
+same, so what was written with one is read with the other. Neither holds the GIL while it works on a block.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CRC_BYTES = CHECKSUM.size
 
 
 class BlockCheck(ABC):
-    """How the blocks of one storage are checked; chosen once, when it is opened. Any thread may call."""
+    """The kind of checksum of one storage, chosen when it is opened. Called from any thread."""
 
     size: ClassVar[int]
     """Bytes that are stored with a block."""
@@ -42,8 +42,7 @@ class BlockCheck(ABC):
         """`size` bytes for this content of the block with this key, which has `KEY_BYTES` bytes."""
 
     def fits(self, key: bytes, block: memoryview, stored: bytes) -> bool:
-        """Whether `stored`, which may be anything, is what belongs to this block. How long it takes does not say where
-        they differ."""
+        """Whether `stored`, any bytes, is the checksum of this block. Compared in constant time."""
         return compare_digest(self.of(key, block), stored)
 
 

@@ -1,8 +1,7 @@
 """Storage backends that are not ours: named by the setting `storage.kind` as `module:function`.
 
-The function is called in the worker half of each rank, or of the first of those that share host memory, and returns a
-`Storage`. Whatever that does, `checked.py`
-stands in front of it: no byte reaches a block that is not what was written.
+The function is called in the worker process of each rank, or of the first of those that share host memory, and returns
+a `Storage`. `checked.py` wraps it: only bytes that were written under the same key reach a block.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..values import shortened, shown
 from .base import Storage
 
 STORAGE_VERSION = 1
-"""Of `Storage` and `StorageContext`: it grows where a backend that was written for an older one would not do."""
+"""Of `Storage` and `StorageContext`: it grows with each change that breaks existing backends."""
 
 _CALLS = ("exists", "read", "write", "remove", "stats", "close")
 
@@ -27,12 +26,12 @@ class StorageContext:
     """What a backend is told when it is opened.
 
     identity: 32 bytes that name everything that decides a block's bytes (model, weights, layout, rank of how many).
-        Keys name it too: it is of use to keep what belongs together in one place, and to no other end.
+        Keys depend on it already: use it only to keep blocks of one identity in one place.
     object_bytes: bytes of every object: whole pages, in memory that begins on a page.
-    rank, world_size: of the engine's ranks. Each opens a backend of its own; of those with the same identity the first
-        on a machine alone, for all of them.
-    num_served: how many ranks that are; what an operator gives the engine as a whole is this backend's by so many parts
-        of `world_size`.
+    rank, world_size: this rank and the number of the engine's ranks. Each opens a backend of its own; of ranks with the
+        same identity only the first on a machine, for all of them.
+    num_served: for how many ranks; of a resource that is given for the whole engine this backend gets
+        `num_served / world_size`.
     version: see `STORAGE_VERSION`.
     """
 
@@ -45,7 +44,7 @@ class StorageContext:
 
 
 def open_external(kind: str, options: Mapping[str, Any], context: StorageContext) -> Storage:
-    """The backend that `kind` names. Imports and calls code of the user's. Raises ConfigError where there is none."""
+    """The backend that `kind` names. Imports and calls the user's code. Raises ConfigError where that fails."""
     module_name, _, name = kind.partition(":")
     try:
         open_storage = getattr(importlib.import_module(module_name), name)

@@ -17,7 +17,7 @@ from .base import GroupedStorage
 
 @dataclass(frozen=True, slots=True)
 class EndedStorageJob:
-    """`ok`: it was carried out. `found`: of a look-up, see `StepReport`. `missing`: of a fetch or a backup, the
+    """`ok`: it was carried out. `found`: of a lookup, see `StepReport`. `missing`: of a fetch or a backup, the
     host blocks that were not moved all the same; where no block was, it was not carried out. `seconds`: how long it
     took, from when it was handed to the backend."""
 
@@ -48,7 +48,7 @@ _UNWANTED = memoryview(bytearray())
 
 
 class StorageJobs:
-    """Moves blocks between `storage` and host memory; one thread calls, and never waits."""
+    """Moves blocks between `storage` and host memory. Called from the model-runner thread; only `close` blocks."""
 
     def __init__(self, storage: GroupedStorage, blocks: NDArray[np.uint8]) -> None:
         """`blocks`: the host pool, of shape (num_blocks, block_bytes)."""

@@ -1,4 +1,4 @@
-"""Blocks that only who knows a secret can store: a MAC with each, in the place of the CRC-32.
+"""Blocks that only holders of a secret can store: a MAC with each, in place of the CRC-32.
 
 Whoever can write to a folder, bucket or store and does not know the secret cannot make an engine take other bytes for a
 block, nor one good block for another. He can delete and spoil what lies there, which costs misses.
@@ -19,7 +19,7 @@ block is as good: its key covers the tokens, and the identity all that decides i
 of the identity says so, the secret is to be changed as well.
 
 HMAC-SHA256 is twice as fast as BLAKE2b where the processor has instructions for SHA, as those of servers have since
-2021. Neither holds Python's lock while it works on a block.
+2021. Neither holds the GIL while it works on a block.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""For those who write a backend or a carrier: ready-made opposites to test it against."""
+"""Contract tests and fakes for authors of a storage backend, a carrier or an engine's adapter."""

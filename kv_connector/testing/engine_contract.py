@@ -27,9 +27,9 @@ _LENGTH = 240  # tokens of a prompt
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """To one request. token_ids: what was generated; None where the engine has given the request up, as it was asked
-    to or because of an `error`. num_loaded: tokens of its prompt that the connector has brought; num_hit: those, and
-    those that the device had. num_preempted: how often the engine took its blocks away."""
+    """The answer to one request. token_ids: what was generated; None if the request was aborted, or failed with an
+    `error`. num_loaded: tokens of its prompt that the connector loaded; num_hit: those, and device hits. num_preempted:
+    how often it was preempted."""
 
     token_ids: Sequence[int] | None
     num_loaded: int = 0
@@ -58,13 +58,13 @@ class ContractEngine(Protocol):
         """Wait for these; each is named once."""
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Their clients go away, in whatever phase they are; `finish` names them nevertheless."""
+        """Abort these, in whatever phase they are; `finish` is called for them nevertheless."""
 
     def reset(self) -> None:
-        """Forget what is cached, on the device and behind it; nothing runs."""
+        """Reset the cache, on the device and behind it; called while nothing runs."""
 
     def break_loads(self, broken: bool) -> None:
-        """Loads fail from now on, also when they are tried once more; or do so no more."""
+        """From now on all loads fail, retries too; or, with False, none does."""
 
     def limit_host(self, num_blocks: int | None) -> None:
         """Use no more host blocks than these; None uses all."""
@@ -73,7 +73,7 @@ class ContractEngine(Protocol):
         """The connector's counters and gauges."""
 
     def check_idle(self) -> None:
-        """Wait until nothing is under way; then nothing is held for a request, and all invariants hold."""
+        """Wait until nothing is in flight, and assert that nothing is held for a request and all invariants hold."""
 
 
 Expected = Callable[[Sequence[Sequence[int]], int], list[Sequence[int]]]

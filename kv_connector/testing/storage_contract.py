@@ -1,4 +1,4 @@
-"""What every storage backend promises, as checks that whoever writes one runs against it:
+"""What every storage backend promises, as checks that its author runs against it:
 
     @pytest.mark.parametrize("check", storage_contract.CHECKS, ids=lambda check: check.__name__)
     def test_my_backend(check, tmp_path):

@@ -1,4 +1,4 @@
-"""Loads and saves beside the forward pass: what was asked for, what is under way, what has ended.
+"""The transfer engine: submits loads and saves beside the forward pass, and reports which have ended.
 
     compute stream  -- submit_load --- wait_layer(0) --- wait_layer(n) ---- submit_save ------->
                             |               ^                 ^                 |
@@ -56,9 +56,8 @@ class TransferEngine:
         fallback: CopyPath | None = None,
         costs: LinkCosts = BUILT_IN,
     ) -> None:
-        """`path` replaces the one that `config.copy_path` names; a load that fails on it is tried on `fallback`.
-
-        `costs` are those of this machine: by them paths are chosen and layer groups cut.
+        """`path` replaces the one that `config.copy_path` names; a load that fails on it is retried on `fallback`.
+        `costs` are those of this machine, by which paths are chosen and layer groups cut.
 
         Raises ConfigError where pool or path do not fit.
         """
@@ -110,7 +109,7 @@ class TransferEngine:
         self._load = load = self._begin(Direction.LOAD, moving, parts, groups, is_urgent)
         queue.put_first(load)
         if load.is_urgent:
-            queue.finish(load)  # else the link rests until the thread gets Python's lock, or the model asks for a layer
+            queue.finish(load)  # else the link rests until the thread gets the GIL, or the model asks for a layer
         if load.end is None:
             self._submitters[Direction.LOAD].wake()
         if self._traces is not None and load.start is not None and not load.is_lost:
@@ -139,7 +138,7 @@ class TransferEngine:
         return failed
 
     def wait_jobs(self, job_ids: Collection[int]) -> frozenset[int]:
-        """Make the current stream wait for those of these jobs that are under way; the host goes on.
+        """Make the current stream wait for those of these jobs that are in flight, without blocking the host.
 
         Returns those that are known to have failed: their device blocks hold nothing valid.
         """
@@ -210,7 +209,7 @@ class TransferEngine:
         return sum(entry.pending_bytes() for entry in self._in_flight if entry.direction is direction)
 
     def drain(self) -> list[Completion]:
-        """Block the host until every job has ended; returns what `poll` would."""
+        """Block the calling thread until every job has ended; returns what `poll` would."""
         self._synchronize()
         return self.poll()
 
@@ -331,4 +330,4 @@ def _end_copies(submitters: Sequence[Submitter], queues: Sequence[SubmissionQueu
         try:
             queue.lane.wait_idle()
         except TransferError as error:  # the device is lost, and with it what ran there
-            logger.warning("copies of an engine that nobody holds any more: %s", error)
+            logger.warning("copies of a transfer engine that was dropped failed: %s", error)

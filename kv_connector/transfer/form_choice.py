@@ -1,4 +1,4 @@
-"""Which form blocks have on the host: the one that a user names, or under `auto` the one that serves better here.
+"""Chooses the form of host blocks: the one that a user names, or under `auto` the better one here.
 
 Under `auto` each rank says what speaks against `lossless` for its own cache. They take it where none has anything to
 say, and `raw` where they cannot ask each other: a block of which one rank has no room is on no host.
@@ -28,9 +28,8 @@ _LOAD_BYTES = 256 << 20
 
 
 class FormChooser:
-    """Of one rank. `exchange` is among all ranks of the engine, `world_size` of them; None where they cannot ask.
-
-    `name_of` names what decides the rank's bytes where they are arranged as a text says; "" where that has no name.
+    """Chooses for one rank. `exchange` gathers values of all `world_size` ranks of the engine; None if they cannot.
+    `name_of` maps an arrangement to the digest of the rank's identity with it; "" without an identity.
     """
 
     def __init__(
@@ -59,8 +58,7 @@ class FormChooser:
         return form, costs.coded if form.name else costs
 
     def note_unfit(self) -> None:
-        """So much did not fit into the form that nothing is saved any more: `auto` takes `raw` from the next start on.
-        Once is enough."""
+        """Most blocks did not fit into the lossless form: `auto` takes `raw` from the next start on. Idempotent."""
         form = self._form
         if self._is_noted or form is None or not form.name:
             return

@@ -1,4 +1,4 @@
-"""What comes to device blocks on one rank: loads and receives that are under way, announced, lost (layer 2).
+"""Loads and receives into device blocks on one rank: in flight, announced, failed (layer 2).
 
 Everything is keyed by job, and what a request waits for by the number of its admission: ids come again, and what the
 one before was waiting for is nothing to the next.

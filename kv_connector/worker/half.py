@@ -1,9 +1,9 @@
 """The worker half (layer 2): registers one rank's cache tensors and moves their bytes; decides nothing.
 
-It runs on the model-runner thread. Loads begin before the forward pass in layer groups, and the compute
-stream waits for a group in front of its first layer; saves follow it. Nothing here waits for the device: what has
-completed is found by polling when the step is reported. Most of the submitting is left to threads of its own, so a load
-that fails while it is submitted is known by the end of the step, and not always before.
+It runs on the model-runner thread. Loads begin before the forward pass in layer groups, and the compute stream waits
+for a group in front of its first layer; saves follow the forward pass. Nothing here waits for the device: completed
+copies are found by polling when the step is reported. Submission threads submit most copies, so a load that fails at
+submission is known by the end of the step, not always before.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 class WorkerHalf(KVConnectorWorker):
     """See `KVConnectorWorker` for the calls. `rank` is this rank's index among `world_size` equal ranks.
 
-    `make_path` makes the copy path that moves the bytes; tests put one that fails in its place. `fails_by_request`:
-    background loads that failed are told by request, in `get_finished`; else by block, as those of the step are.
-    `retries_loads`: a load that fails is tried once more in the simplest way, for an engine that takes it badly.
-    `open_storage` opens the storage tier, for blocks of so many bytes that lie in the memory it is given, arranged as
-    the text says, and for so many ranks that share it; `open_peers` opens the links to other engines. `identity` is
-    what decides this rank's bytes, to be told. `open_share`: see `HostShare`; it is called once, as the cache is
-    registered, and may wait for other ranks. `forms` chooses the form of host blocks then.
+    `make_path` makes the copy path that moves the bytes; tests pass one that fails. `fails_by_request`: failed
+    background loads are reported by request, in `get_finished`; else by block, like those of the step. `retries_loads`:
+    a failed load is retried once by plain copies, for an engine that cannot recompute its requests. `open_storage`
+    opens the storage tier: it is given the bytes of a block, the host memory, its arrangement, and the number of ranks
+    that share it; `open_peers` opens the links to other engines. `identity` is this rank's identity, for `describe`.
+    `open_share`: see `HostShare`; it is called once, as the cache is registered, and may wait for other ranks. `forms`
+    chooses the form of host blocks then.
     """
 
     def __init__(
@@ -257,12 +257,13 @@ class WorkerHalf(KVConnectorWorker):
         )
 
     def drain(self) -> None:
-        """Block the host until no copy is under way, for an engine that takes its cache away. Reported as always."""
+        """Block the calling thread until no copy is in flight, for an engine that frees its cache. The copies are
+        reported as usual."""
         if self._engine is not None:
             self._take(self._engine.drain())
 
     def describe(self) -> str:
-        """One line for a log: what was registered and what it is copied to."""
+        """One line for the log: what was registered, and the host memory it is copied to."""
         if self._layout is None:
             return "nothing registered"
         host = self._host

@@ -39,7 +39,7 @@ class _Unsure:
 
 
 class StepPeers:
-    """Hands a step's blocks to `PeerJobs` as layers are computed. The model-runner thread calls."""
+    """Passes a step's blocks to `PeerJobs` as layers are computed. Called from the model-runner thread."""
 
     def __init__(self, layout: CacheLayout, config: Config, open_peers: OpenPeers) -> None:
         """Raises ConfigError where the links cannot be opened, or blocks not be coded for them as it says."""
@@ -66,7 +66,7 @@ class StepPeers:
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing is handed over any more, ever."""
+        """Whether the peer thread has ended: no blocks are exchanged any more."""
         return self._jobs.is_broken
 
     def counters(self) -> tuple[tuple[str, float], ...]:
@@ -132,7 +132,7 @@ class StepPeers:
         return self._jobs.poll()
 
     def rest(self) -> None:
-        """Nothing is computed in this step: leave the processor, and Python's lock, to those who hand blocks over."""
+        """Nothing is computed in this step: leave the processor, and the GIL, to those who hand blocks over."""
         self._jobs.rest()
 
     def load_failed(self, job_id: int) -> None:

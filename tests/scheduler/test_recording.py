@@ -100,4 +100,6 @@ def test_an_observer_that_raises_breaks_no_engine(fault: str, caplog: pytest.Log
     assert (stats["jobs_in_flight"], stats["host_leased_blocks"], stats["host_cached_blocks"]) == (0, 0, 2)
     half.check()
     assert heard[-1] == fault and heard.count(fault) == 1
-    assert [record.getMessage() for record in caplog.records] == ["Broken ends, the engine goes on"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Broken raised and is not called any more, the engine continues"
+    ]

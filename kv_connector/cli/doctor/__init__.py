@@ -17,12 +17,12 @@ _MARKS = {Status.OK: "ok      ", Status.WARNING: "warning ", Status.PROBLEM: "PR
 
 def add(parsers: Parsers) -> None:
     """Put the command into the parser."""
-    text = "look at this machine, copy for a few seconds, and say what to mend"
+    text = "check this machine, time copies for a few seconds, and say what to fix"
     parser = parsers.add_parser("doctor", help=text, description=f"{text}. Exits 1 where there is a problem.")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    parser.add_argument("--path", type=Path, metavar="STORAGE", help="a storage folder to look at, too")
-    parser.add_argument("--device", type=int, default=0, help="number of the GPU")
-    parser.add_argument("--host-memory", default="0", metavar="SIZE", help="that an engine is to be given")
+    parser.add_argument("--path", type=Path, metavar="STORAGE", help="a storage folder to check as well")
+    parser.add_argument("--device", type=int, default=0, help="index of the GPU")
+    parser.add_argument("--host-memory", default="0", metavar="SIZE", help="host_memory that the engine will have")
     parser.set_defaults(run=_run)
 
 

@@ -20,7 +20,7 @@ _UNLIMITED = 1 << 60  # kernels write unlimited as a number above any machine
 
 
 def look(host_memory: int, is_pinned: bool | None) -> Iterator[Finding]:
-    """`host_memory`: bytes that an engine is to be given, 0 where nobody has said. `is_pinned`: whether CUDA has locked
+    """`host_memory`: bytes that an engine will have, 0 if not given. `is_pinned`: whether CUDA has locked
     memory of ours just now; None without a GPU."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     yield _room("memory of the machine", total, host_memory, f"give host_memory at most {size_text(_SPARE * total)}")

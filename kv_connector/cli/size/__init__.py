@@ -33,12 +33,14 @@ def add(parsers: Parsers) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a folder, a config.json, or a name in Hugging Face's local cache"
     )
-    parser.add_argument("--host-memory", default="64GiB", metavar="SIZE", help="of all ranks together (64GiB)")
+    parser.add_argument(
+        "--host-memory", default="64GiB", metavar="SIZE", help="host memory of all ranks together (64GiB)"
+    )
     parser.add_argument("--dtype", default="auto", choices=_DTYPES, help="of the model")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=_CACHE_DTYPES, help="as vLLM's option")
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens of a block (16)")
-    parser.add_argument("--chat-tokens", type=int, default=8000, metavar="N", help="of a chat (8000)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per block (16)")
+    parser.add_argument("--chat-tokens", type=int, default=8000, metavar="N", help="tokens of a chat (8000)")
     parser.add_argument("--host-form", default="raw", choices=("raw", "lossless"), help="as the setting")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.set_defaults(run=_run)

@@ -1,4 +1,4 @@
-"""`kv-connector top`: what a running engine's cache does, from its /metrics."""
+"""`kv-connector top`: show what a running engine's cache does, from its /metrics."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ _LEAST_INTERVAL = 0.1
 
 def add(parsers: Parsers) -> None:
     """Put the command into the parser."""
-    text = "what a running engine's cache does, from its /metrics"
+    text = "show what a running engine's cache does, from its /metrics"
     parser = parsers.add_parser(
         "top", help=text, description=f"{text}; with rich it is drawn in place. Ctrl-C ends it."
     )
-    parser.add_argument("url", metavar="URL", help="of the server, such as http://localhost:8000")
-    parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks (2)")
-    parser.add_argument("--once", action="store_true", help="one table, since the engine's start")
+    parser.add_argument("url", metavar="URL", help="URL of the server, such as http://localhost:8000")
+    parser.add_argument(
+        "--interval", type=float, default=2.0, metavar="SECONDS", help="seconds between two refreshes (2)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one table, since the engine's start")
     parser.set_defaults(run=_run)
 
 

@@ -1,4 +1,4 @@
-"""What SGLang shows of prefixes, and what of them it was promised.
+"""Fragments of prefixes that SGLang names, and the hits on them that it was promised.
 
 A promise leases host blocks: SGLang aborts a request whose load fails, so whatever it is told it can load must be there
 until it has done so. It does not say when a request gives up before that, so a promise lapses in the end. A request
@@ -50,7 +50,7 @@ def page_hashes(keys: Iterable[str]) -> list[BlockHash]:
 
 
 class PageOrder:
-    """Which page is in front of which. Look-ups show it, and offers do not: SGLang offers a prompt that it computes in
+    """Which page is in front of which. Lookups show it, and offers do not: SGLang offers a prompt that it computes in
     chunks one by one. The latest pages are remembered, as many as requests that are being computed may have."""
 
     def __init__(self) -> None:

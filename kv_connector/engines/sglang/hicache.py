@@ -4,7 +4,7 @@ what is written and what is fetched; here pages are named, moved and checked.
     SGLang calls                              from                      what follows
     -------------------------------------------------------------------------------------------------------------------
     register_mem_pool_host, ..._v2            scheduler, at start       the pool's storage is opened
-    batch_exists, batch_exists_v2             prefetch thread           look-ups, of the longest prefix
+    batch_exists, batch_exists_v2             prefetch thread           lookups, of the longest prefix
     batch_get_v1, batch_get_v2                prefetch's I/O thread     blocks are read into the host pool's pages
     batch_set_v1, batch_set_v2                backup thread             pages are written
     clear, get_stats, close                   scheduler
@@ -76,7 +76,7 @@ class TieredKVStorage(HiCacheStorage):
     # At the start.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """The pool of keys and values. Raises ConfigError where it is not served or storage cannot be used."""
+        """The pool of keys and values. Raises ConfigError where it is not supported or storage cannot be used."""
         super().register_mem_pool_host(mem_pool_host)
         self._open(mem_pool_host, PoolName.KV)
 
@@ -99,7 +99,7 @@ class TieredKVStorage(HiCacheStorage):
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
         """How many leading pages are stored."""
-        return self._answer("look-up", lambda: self._pools[PoolName.KV].count_leading(page_hashes(keys)), 0)
+        return self._answer("lookup", lambda: self._pools[PoolName.KV].count_leading(page_hashes(keys)), 0)
 
     def batch_exists_v2(
         self,
@@ -109,7 +109,7 @@ class TieredKVStorage(HiCacheStorage):
     ) -> PoolTransferResult:
         """The same of several pools: how many leading pages each has, and the prefixes that all of them can restore."""
         nothing = PoolTransferResult(0, {})
-        return self._answer("look-up", lambda: self._find(page_hashes(keys), pool_transfers or ()), nothing)
+        return self._answer("lookup", lambda: self._find(page_hashes(keys), pool_transfers or ()), nothing)
 
     def _find(self, hashes: list[BlockHash], transfers: Sequence[PoolTransfer]) -> PoolTransferResult:
         num_pages = self._pools[PoolName.KV].count_leading(hashes)

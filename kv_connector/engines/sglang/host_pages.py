@@ -207,8 +207,8 @@ def open_pages(pool: Any, patience: Patience) -> HostPages:
     """The pages of a host pool of SGLang's. Raises ConfigError for a pool that cannot be kept."""
     if not pool.size_per_token or pool.size != pool.logical_size:
         raise ConfigError(
-            f"the host pool of this model ({type(pool).__name__}) does not hold whole pages, and is not served: start "
-            "without --hicache-storage-backend"
+            f"the host pool of this model ({type(pool).__name__}) does not hold whole pages, and is not supported: "
+            "start without --hicache-storage-backend"
         )
     try:
         addresses, sizes = pool.get_page_buffer_meta(torch.arange(pool.page_size))
@@ -222,7 +222,7 @@ def open_pages(pool: Any, patience: Patience) -> HostPages:
         return StagedPages(pool, patience)
     except (NotImplementedError, ValueError) as error:
         raise ConfigError(
-            f"the host pool of this model ({type(pool).__name__}, {pool.layout}) is not served ({error}): give "
+            f"the host pool of this model ({type(pool).__name__}, {pool.layout}) is not supported ({error}): give "
             "another --hicache-mem-layout, page_first, page_first_direct or layer_first, and where all are refused "
             "start without --hicache-storage-backend"
         ) from error

@@ -100,7 +100,7 @@ class HostStorage:
         )
 
     def count_leading(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading pages are stored; ever more are asked for at a time, since most look-ups find few."""
+        """How many leading pages are stored; ever more are asked for at a time, since most lookups find few."""
         first, count = 0, _FIRST_LOOK
         while first < len(hashes):
             there = self.which(hashes[first : first + count])

@@ -1,4 +1,4 @@
-"""What SGLang's launch line means for the halves, and what of it cannot be served, said at start-up."""
+"""What SGLang's command line means for the halves; refuses at start-up what is not supported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:
     others = sorted(component.name for component in components if component is not ComponentType.FULL)
     if others:
         raise ConfigError(
-            f"models with {', '.join(others)} layers are not served yet, only full attention is: start without "
+            f"models with {', '.join(others)} layers are not supported yet, only full attention is: start without "
             "--enable-unified-cache-external-linker"
         )
     if params.pp_size > 1:
@@ -62,10 +62,11 @@ def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:
             "give --pp-size 1 and a larger --tp-size"
         )
     if params.attn_cp_size > 1:
-        raise ConfigError(f"--attn-cp-size {params.attn_cp_size} is not served yet: give 1")
+        raise ConfigError(f"--attn-cp-size {params.attn_cp_size} is not supported yet: give 1")
     refuse_drafts()
     if get_disagg().disaggregation_mode != "null":
-        raise ConfigError(f"--disaggregation-mode {get_disagg().disaggregation_mode} is not served yet: leave it out")
+        mode = get_disagg().disaggregation_mode
+        raise ConfigError(f"--disaggregation-mode {mode} is not supported yet: leave it out")
 
 
 def refuse_groups(group_blocks: int) -> None:
@@ -78,7 +79,7 @@ def refuse_groups(group_blocks: int) -> None:
 
 
 def refuse_drafts() -> None:
-    """Raises ConfigError for a launch line with a draft model, whose cache lies in a pool of its own."""
+    """Raises ConfigError for a command line with a draft model, whose cache is in a pool of its own."""
     if get_spec().speculative_algorithm is not None:
         raise ConfigError(
             f"--speculative-algorithm {get_spec().speculative_algorithm}: the cache of a draft model is not kept yet: "

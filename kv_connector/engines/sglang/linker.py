@@ -15,7 +15,7 @@
     pop_completed_offload    the save ended                                                       unlocked
 
 SGLang tells of pages and never of a request's whole prefix: see `index/fragments.py`. What is in front of pages that it
-offers is known from look-ups (`PageOrder`). What it offers is never called stored for good: it offers pages anew
+offers is known from lookups (`PageOrder`). What it offers is never called stored for good: it offers pages anew
 whenever a request uses them. So each use counts, and what the host has let go of meanwhile is saved again. What a
 request misses counts when it is looked up: once it has computed it, its pages are like any others.
 """
@@ -102,7 +102,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         extra_config: Mapping[str, Any],
         forward_stream: Any = None,
     ) -> None:
-        """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
+        """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         settings = read_settings(extra_config)
         refuse_unserved(params, components)
         config, self._keep_on_flush = settings.config, settings.keep_on_flush
@@ -133,8 +133,8 @@ class TieredKVLinker(UnifiedCacheLinker):
     # Before and at admission.
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """How many leading pages can be loaded; they are promised to the request. Fewer would do as well, but SGLang
-        wants numbers that all ranks say, and all say the same."""
+        """How many leading pages can be loaded; they are leased for the request. SGLang needs the same number on all
+        ranks, which the replicas give by themselves."""
         fragment = self._fragment(rid, page_hashes(transfers[0].keys))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
             time.sleep(_NAP_SECONDS)
@@ -144,7 +144,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         return [num_pages] if num_pages else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue what was promised into these slots. False, on all ranks alike, where that is not there any more."""
+        """Queue the load of the promised pages into these slots. False, on all ranks alike, if the promise has
+        lapsed."""
         slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
         fragment = self._promises.fragment(rid)
         if fragment is None or slots is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
@@ -156,7 +157,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         return True
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """The request has ended; what it was to load is not, if that has not begun."""
+        """The request has ended: drop its load, if that has not begun."""
         fragment, _ = self._queued.pop(rid, (None, ()))
         if fragment is None:
             return False
@@ -167,8 +168,8 @@ class TieredKVLinker(UnifiedCacheLinker):
     # Around the forward pass.
 
     def start_layer_wise_loading(self) -> int:
-        """Submit what is queued, behind the forward pass under way: SGLang gives back pages that it still writes to.
-        Returns its number, or -1 for nothing."""
+        """Submit the queued loads, after the running forward pass, which may still write to pages that SGLang has
+        freed. Returns the number of the load, or -1 for none."""
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}
@@ -183,7 +184,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         return self._num_loads
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """The forward pass was launched: whether all that it waits for has come, or will without fail."""
+        """Called after the launch of the forward pass: whether all loads that it waits for have succeeded, or will for
+        certain."""
         if not self._replica.is_loading:
             return True
         with self._behind_forward():  # whose layers have waited for theirs: nobody else is to
@@ -191,11 +193,11 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._end_loading()
         return has_come and not self._has_lost
 
-    # Behind it.
+    # After the forward pass.
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
-        """Save what the write policy will want of these pages; whether they are to be locked until then, as the host
-        lacks some. Alike on all ranks."""
+        """Offer these pages for saving. True if SGLang is to lock them until they are saved, as the host lacks some.
+        The same on all ranks."""
         slots, keys = transfers[0].device_indices, transfers[0].keys
         # An insert offers a node again with each node behind it: one use. A page's key says what is in front of it.
         node = keys[-1], len(keys)
@@ -217,8 +219,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         return True
 
     def num_completed_offloads(self) -> int:
-        """Once a round of SGLang's scheduler: take note of what has ended, on this rank and on the others, and take
-        what was offered."""
+        """Called once in each round of SGLang's scheduler: exchange reports with the other ranks, and plan saves of the
+        offered pages. Returns how many offers have completed."""
         self._num_rounds += 1
         self._inserts.begin_round()
         self._used.clear()
@@ -230,14 +232,15 @@ class TieredKVLinker(UnifiedCacheLinker):
         return sum(1 for _ in itertools.takewhile(self._has_saved, self._saving))
 
     def pop_completed_offload(self) -> bool:
-        """The pages may go. False: SGLang offers them again when they are used, as the host may let go of them."""
+        """Unlock the pages of one offer. Returns False, so that SGLang offers them again when they are used, as the
+        host may evict them."""
         self._saving.popleft()
         return False
 
     # The engine as a whole.
 
     def reset(self) -> None:
-        """Wait until no copy is under way and forget all that is cached, unless `keep_on_flush`."""
+        """Block until no copy is in flight and drop the cache, unless `keep_on_flush`."""
         if self._replica.is_loading:
             self._replica.end()
         self._end_loading()
@@ -252,7 +255,7 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._half.reset_cache()
 
     def close(self) -> None:
-        """Wait for copies and let go of the host's memory. Idempotent."""
+        """Block until copies have ended and free host memory. Idempotent."""
         self._replica.worker.shutdown()
         self._half.shutdown()
         logger.info("kv_connector: %s", self.stats())

@@ -42,7 +42,7 @@ def read_labels() -> dict[str, object]:
     parallel = get_parallel()
     labels: dict[str, object] = {
         "model_name": get_serving().served_model_name,
-        "engine_type": "unified",  # no other is served
+        "engine_type": "unified",  # no other is supported
         "tp_rank": parallel.tp_rank,
         "pp_rank": parallel.pp_rank,
         "moe_ep_rank": parallel.moe_ep_rank,

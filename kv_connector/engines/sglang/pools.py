@@ -94,22 +94,22 @@ class DevicePages:
         return read
 
     def touch(self, block_ids: Sequence[int]) -> None:
-        """SGLang has locked them."""
+        """Does nothing: SGLang has locked them."""
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """SGLang unlocks them."""
+        """Does nothing: SGLang unlocks them."""
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
-        """Nobody knows."""
+        """Nothing: SGLang does not tell."""
         return ()
 
     @property
     def num_available(self) -> int:
-        """Enough: loads are given their pages with the request."""
+        """A number that is always enough: SGLang allocates the pages of a load itself."""
         return self.num_pages
 
     def forget(self, block_ids: Collection[int]) -> None:
-        """Pages of a load that failed are the request's own, and SGLang aborts it."""
+        """Does nothing: pages of a failed load are the request's own, and SGLang aborts it."""
 
     def _as_pages(self, buffer: torch.Tensor) -> torch.Tensor:
         used = buffer[: self.num_pages * self.page_size]
@@ -122,9 +122,9 @@ def _buffers(pool: Any) -> list[list[torch.Tensor]]:
         return [[buffer] for buffer in pool.kv_buffer]
     if type(pool) is not MHATokenToKVPool:
         raise ConfigError(
-            f"the cache of this model ({type(pool).__name__}) is not served yet: full attention with keys and values, "
-            "and MLA, are; start it without --enable-unified-cache-external-linker"
+            f"the cache of this model ({type(pool).__name__}) is not supported yet: full attention with keys and "
+            "values, and MLA, are; start it without --enable-unified-cache-external-linker"
         )
     if pool.k_scale_buffer is not None or pool.native_k_scale_buffer is not None:
-        raise ConfigError("a KV cache with scales of its own is not served yet: give --kv-cache-dtype auto or fp8_e4m3")
+        raise ConfigError("a KV cache with its own scales is not supported yet: give --kv-cache-dtype auto or fp8_e4m3")
     return [list(layer) for layer in zip(pool.k_buffer, pool.v_buffer, strict=True)]

@@ -1,4 +1,4 @@
-"""What the ranks of an engine tell each other, and the time that all of them go by."""
+"""What the ranks of an engine exchange, and the clock that all of them share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's settings mean for the halves, and what of them cannot be served, said at start-up."""
+"""What TensorRT-LLM's settings mean for the halves; refuses at start-up what is not supported."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def refuse_unserved(llm_args: Any) -> None:
     ):
         value = getattr(llm_args, name, None) or 1
         if value > 1:
-            raise ConfigError(f"{name}={value} is not served, as {why}: give 1")
+            raise ConfigError(f"{name}={value} is not supported, as {why}: give 1")
     if getattr(llm_args, "enable_attention_dp", False):
-        raise ConfigError("enable_attention_dp=True is not served yet, ranks would schedule apart: give False")
+        raise ConfigError("enable_attention_dp=True is not supported yet, as its ranks schedule apart: give False")
     if getattr(llm_args, "speculative_config", None) is not None:
         raise ConfigError("speculative_config: the cache of a draft model is not kept yet: leave it out")
     if getattr(getattr(llm_args, "cache_transceiver_config", None), "backend", None):
@@ -69,13 +69,13 @@ def refuse_unserved(llm_args: Any) -> None:
     cache = llm_args.kv_cache_config
     if getattr(cache, "host_cache_size", None):
         raise ConfigError(
-            f"kv_cache_config.host_cache_size={cache.host_cache_size}: block ids then name no place on the device: "
-            "give 0, this connector is the host's tier"
+            f"kv_cache_config.host_cache_size={cache.host_cache_size}: with it a block id may not name a "
+            "block on the device: give 0, this connector is the host tier"
         )
     if getattr(cache, "max_attention_window", None):
         raise ConfigError(
-            f"kv_cache_config.max_attention_window={cache.max_attention_window}: sliding windows are not served yet: "
-            "leave it out, or start without kv_connector_config"
+            f"kv_cache_config.max_attention_window={cache.max_attention_window}: sliding windows are not supported "
+            "yet: leave it out, or start without kv_connector_config"
         )
     if "nvfp4" in str(getattr(cache, "dtype", "")).lower():
-        raise ConfigError("kv_cache_config.dtype='nvfp4': its scales lie in memory that is not shown: give 'fp8'")
+        raise ConfigError("kv_cache_config.dtype='nvfp4': the connector is not given its scales: give 'fp8'")

@@ -1,4 +1,4 @@
-"""What the two objects of rank 0 know of each other, and how ranks tell one another.
+"""How the scheduler and the worker of rank 0 find each other, and how ranks exchange reports.
 
 TensorRT-LLM makes a worker on each rank and a scheduler on rank 0, which know nothing of each other: metadata goes from
 the scheduler to all workers in each iteration, and nothing comes back. But every rank calls `get_finished` in every

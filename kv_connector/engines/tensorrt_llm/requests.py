@@ -108,8 +108,8 @@ class UsedBlocks:
                 del self._count[block_id]
 
     def next_reused(self, limit: int) -> Sequence[tuple[int, BlockHash]]:
-        """Nobody knows."""
+        """Nothing: TensorRT-LLM does not tell."""
         return ()
 
     def forget(self, block_ids: Collection[int]) -> None:
-        """These hold what a load has not brought: no step computes any more, see `worker.TieredKVWorker`."""
+        """Does nothing: after a failed load no step computes any more, see `worker.TieredKVWorker`."""

@@ -51,7 +51,7 @@ class TieredKVScheduler:
     supports_attention_dp = False
 
     def __init__(self, llm_args: Any) -> None:
-        """Raises ConfigError for settings that are not served."""
+        """Raises ConfigError for settings that are not supported."""
         config = read_settings()
         refuse_unserved(llm_args)
         self._llm_args = llm_args
@@ -214,12 +214,12 @@ class TieredKVScheduler:
         if live.block_ids or not block_ids:
             return  # the step tells of those that come later
         if min(block_ids) < 0:
-            raise KVConnectorError(f"request {live.request_id} has no block in front of a window: those are not served")
+            raise KVConnectorError(f"request {live.request_id} has a sliding window, which is not supported")
         size = self._block_size
         if is_whole_prompt and len(block_ids) < -(-live.num_tokens // size):
             raise ConfigError(
                 f"{len(block_ids)} blocks hold the {live.num_tokens} tokens of request {live.request_id}, so they are "
-                f"larger than {size}: set kv_cache_config.tokens_per_block to what the model's attention takes"
+                f"larger than kv_cache_config.tokens_per_block={size}: give the size that the model's attention uses"
             )
         live.block_ids, live.is_whole_prompt, live.is_named = list(block_ids), is_whole_prompt, is_named(request)
         self._give(request.request_id, block_ids[live.num_local // size :])
@@ -257,5 +257,8 @@ def _close(half: KVConnectorScheduler) -> None:
 
 def _only_group(by_layer_group: list[list[int]]) -> list[int]:
     if len(by_layer_group) != 1:
-        raise ConfigError(f"models with {len(by_layer_group)} groups of layers are not served yet, only full attention")
+        raise ConfigError(
+            f"models with {len(by_layer_group)} groups of layers are not supported yet, only one of full attention is: "
+            "start without kv_connector_config"
+        )
     return by_layer_group[0]

@@ -55,7 +55,7 @@ class TieredKVWorker:
     supports_attention_dp = False
 
     def __init__(self, llm_args: Any) -> None:
-        """Raises ConfigError for settings that are not served."""
+        """Raises ConfigError for settings that are not supported."""
         self._config = read_settings()
         refuse_unserved(llm_args)
         self._llm_args = llm_args
@@ -80,7 +80,7 @@ class TieredKVWorker:
         if kv_factor == 1 and size != 64:
             raise ConfigError(
                 f"kv_cache_config.tokens_per_block={size}: FlashMLA makes blocks of 64 tokens whatever is asked for; "
-                "give 64, which serves with MLA everywhere"
+                "give 64, which every MLA backend supports"
             )
         self.shutdown()
         ranks, rank = self._ranks, self._ranks.rank()
@@ -103,17 +103,18 @@ class TieredKVWorker:
         logger.info("kv_connector: rank %d: %s", rank, half.describe())
 
     def register_kv_cache_layout(self, layout: Any) -> None:
-        """TensorRT-LLM's second cache manager shows its pools so; one that is a single pool is served."""
+        """TensorRT-LLM's second cache manager shows its pools so; one that is a single pool is supported."""
         size = read_block_size(self._llm_args)
         if layout.tokens_per_block != size:
             raise ConfigError(
-                f"kv_cache_config.tokens_per_block={size}, but blocks have {layout.tokens_per_block}: give that"
+                f"kv_cache_config.tokens_per_block={size}, but blocks have {layout.tokens_per_block} tokens: "
+                f"give {layout.tokens_per_block}"
             )
         windows = [group.window_size for group in layout.groups if group.window_size is not None]
         tensor = layout.as_single_pool_tensor() if not windows else None
         if tensor is None:
             raise ConfigError(
-                f"a cache of {len(layout.groups)} groups of layers, with windows {windows}, is not served yet: only "
+                f"a cache of {len(layout.groups)} groups of layers, with windows {windows}, is not supported yet: only "
                 "one of full attention is, without scales of its own; start without kv_connector_config"
             )
         self.register_kv_caches(tensor)

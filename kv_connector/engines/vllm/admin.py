@@ -65,7 +65,7 @@ class RequestPrefixes:
         self._hasher = kv_cache_utils.get_request_block_hasher(block_size, hash_function)
 
     def token_ids(self, text: str) -> Sequence[int]:
-        """As of a completion's prompt. The tokenizer is the one that the engine has for structured outputs."""
+        """Token ids of `text` as a completion's prompt, by the tokenizer that the engine has for structured outputs."""
         if self._model_config.skip_tokenizer_init:
             raise Refusal(400, "text: this engine runs without a tokenizer (--skip-tokenizer-init): send token_ids")
         from vllm.tokenizers import cached_tokenizer_from_config
@@ -75,7 +75,8 @@ class RequestPrefixes:
         return found[0]
 
     def hashes(self, token_ids: Sequence[int], cache_salt: str) -> list[BlockHash]:
-        """In slices, with a pause behind each: the engine's thread is never kept waiting for longer than one takes."""
+        """Hashes of the full blocks. Computed in slices with a pause after each, so that the engine's thread never
+        waits for longer than one slice takes."""
         if getattr(kv_cache_utils, "NONE_HASH", None) is None:
             raise Refusal(503, "the engine is starting: ask again when it serves requests")
         num_tokens = _SLICE_BLOCKS * self._block_size
@@ -94,9 +95,9 @@ class RequestPrefixes:
 
 
 def find_wake() -> Callable[[], None]:
-    """What wakes the engine core that is being made around this call, from any thread. vLLM hands connectors nothing
-    to do so with. An engine in its caller's own process rests in no queue and is stepped by its caller alone: then
-    nothing is to be done."""
+    """A function that wakes the engine core that is being made around this call, callable from any thread. vLLM gives
+    connectors none. An engine in its caller's process waits in no queue and is stepped by its caller alone: then the
+    function does nothing."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -18,9 +18,9 @@ class PoolBlocks:
     """See `base.DeviceBlocks`. `groups` maps vLLM's group numbers to ours, where we keep the group; `is_held` says
     whether any request may hold blocks.
 
-    A reset of the device cache is refused where a block is in use, and vLLM asks no connector before it counts: pins
-    would make it fail that nobody can wait for, and `reset_running_requests=True` raises then. So this pool's
-    `reset_prefix_cache` (of this one instance) is called with the pins out of the way.
+    vLLM refuses a reset of the device cache while a block is in use, without asking connectors first: our pins would
+    make it fail, and `reset_running_requests=True` raises then. So `reset_prefix_cache` of this pool instance is
+    wrapped: our pins are released during the call.
     """
 
     def __init__(self, pool: BlockPool, groups: Mapping[int, int], is_held: Callable[[], bool]) -> None:
@@ -35,7 +35,8 @@ class PoolBlocks:
         self._pool.touch([blocks[block_id] for block_id in block_ids])
 
     def free_blocks(self, block_ids: Sequence[int]) -> None:
-        """Blocks that nobody else holds are reused from the tail of a prefix to its head, as vLLM frees a request."""
+        """See `base.DeviceBlocks`. Blocks without other references are freed from the tail of a prefix to its head, as
+        vLLM frees a request."""
         blocks = self._pool.blocks
         self._pool.free_blocks([blocks[block_id] for block_id in reversed(block_ids)])
 
@@ -52,7 +53,7 @@ class PoolBlocks:
         return cached
 
     def is_cached_as(self, block_id: int, block_hash: BlockHash, group_id: int) -> bool:
-        """Whether vLLM has cached this block of its group under this hash, and under no other since."""
+        """Whether vLLM's prefix cache still has this block of its group under this hash."""
         return bool(self._pool.blocks[block_id].block_hash == make_block_hash_with_group_id(block_hash, group_id))
 
     @property

@@ -56,7 +56,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV cache on pinned host memory and brings it back. See docs/vllm.md for its settings."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        """Raises ConfigError for settings or a model that are not served, before any memory is taken."""
+        """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         super().__init__(vllm_config, role, kv_cache_config)
         config, shape = read_config(vllm_config), read_shape(vllm_config, kv_cache_config)
         refuse_unserved(config, shape)
@@ -79,28 +79,28 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
-        """Asked by vLLM 0.33 and newer. A cache that has slept lies at the same addresses, which is all that copies
-        use, in other memory, which a NIC that has registered it does not see."""
+        """Asked by vLLM 0.33 and newer. After a sleep the cache is at the same addresses, which is all that copies use,
+        but in other physical memory, which a NIC's registration does not follow."""
         peer = Config.from_mapping(kv_transfer_config.kv_connector_extra_config or {}).peer
         return peer is None or peer.kind != "nixl" or peer.route is PeerRoute.STAGED
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """A preference: vLLM drops it, with a warning, where an attention backend does not offer it. Beside recurrent
-        states attention has blocks that some backends split for their kernels, and vLLM does not start where a block's
-        layers are neighbours then."""
+        """A preference: vLLM ignores it, with a warning, where an attention backend does not offer it. Beside recurrent
+        states some backends split attention's blocks for their kernels, and vLLM does not start with a block's layers
+        contiguous then."""
         if not KNOWS_BLOCK_MAJOR or current_platform.is_cpu() or vllm_config.model_config.is_hybrid:
             return None
         return "BLNHC" if read_config(vllm_config).block_major else None
 
     @property
     def prefer_cross_layer_blocks(self) -> bool:
-        """What older versions ask for the same."""
+        """The same question in older versions."""
         return read_config(self._vllm_config).block_major
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache may lose what it was given."""
+        """False: a cache may drop blocks."""
         return False
 
     @property
@@ -144,7 +144,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         return {CacheHitSource(source): count for source, count in sources.items()}
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        """A load fills whole blocks: none of any group needs zeroing before it."""
+        """All groups: a load fills whole blocks, so none needs zeroing before it."""
         return self._scheduler.shape.group_ids
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> PlanMetadata:
@@ -179,7 +179,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register_kv_caches(kv_caches)
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: type[AttentionBackend]) -> None:
-        """Older versions, where the layers of a block are neighbours: one tensor for all of them."""
+        """Older versions, where the layers of a block are contiguous: one tensor for all of them."""
         self._worker.register_cross_layers_kv_cache(kv_cache, attn_backend)
 
     def handle_preemptions(self, kv_connector_metadata: PlanMetadata) -> None:
@@ -200,7 +200,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.half.wait_for_layer_load(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Blocks are saved whole, after the last layer; other engines may be sent those layers that are there."""
+        """Blocks are saved whole, after the last layer; computed layers may be sent to other engines already."""
         self._worker.half.save_kv_layer(layer_name)
 
     def wait_for_save(self) -> None:

@@ -42,10 +42,9 @@ class _Content:
 
 
 class EventFeed:
-    """Translates events, and knows the blocks of living requests, of the device as far as vLLM may still have them, and
-    of the host: 340 bytes for one of 16 tokens, 420 where it is known of both.
-
-    A block that is stored from anywhere else is published by its hash alone.
+    """Translates events, and keeps the tokens of blocks of live requests, of the device as far as vLLM may still have
+    them, and of the host: 340 bytes for a block of 16 tokens, 420 if it is on both. Any other block is published by its
+    hash alone.
     """
 
     def __init__(self, shape: EngineShape) -> None:
@@ -59,7 +58,7 @@ class EventFeed:
         self._noted: dict[str, dict[int, tuple[int, int]]] = {}
 
     def note(self, request: Request) -> None:
-        """The request may have blocks that were not there at the last call."""
+        """Take note of the request's blocks that are new since the last call."""
         noted = self._noted.setdefault(request.request_id, {})
         for size in self._sizes:
             noted[size] = self._note(request, size, *noted.get(size, (0, 0)))
@@ -90,8 +89,8 @@ class EventFeed:
         self._noted.pop(request_id, None)
 
     def to_vllm(self, events: Iterable[CacheEvent]) -> Iterator[kv_events.KVCacheEvent]:
-        """`BlockStored` and `BlockRemoved` with medium CPU or STORAGE. vLLM has no event that clears one medium: where
-        a reader has to start afresh, which takes tens of thousands of events between two steps, it clears all."""
+        """`BlockStored` and `BlockRemoved` with medium CPU or STORAGE. vLLM has no event that clears one medium: after
+        an overflow, tens of thousands of events between two steps, `AllBlocksCleared` clears all media."""
         for event in events:
             if isinstance(event, BlockStored):
                 for group, hashes in _by_group(event.block_hashes):

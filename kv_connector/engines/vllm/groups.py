@@ -1,4 +1,4 @@
-"""vLLM's groups of KV cache in our words: which of them are kept, and what of their blocks a prefix needs.
+"""vLLM's KV cache groups as block groups: which of them are cached, and which of their blocks a hit needs.
 
 How the blocks of a group come and go is its manager's doing (vLLM's `single_type_kv_cache_manager`), so a group is
 known by that class, and specs that are derived from others are what their manager makes of them.
@@ -49,7 +49,8 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class ServedGroup:
-    """A group of vLLM's that we keep: its number there, what it is here, and what this vLLM's events say of it."""
+    """A KV cache group of vLLM's that is cached here: vLLM's number of it, our block group, and its kind in this vLLM's
+    events."""
 
     group_id: int
     group: BlockGroup
@@ -57,10 +58,9 @@ class ServedGroup:
 
 
 def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[int, list[ServedGroup]]:
-    """Tokens of a block hash, and the groups that are kept: full attention first, whose prefixes are the longest.
-
-    What vLLM itself caches no prefixes of is left out: it does without it behind every hit. Raises ConfigError, with
-    the reason, for a model with a group that is not served.
+    """Tokens that a block hash covers, and the groups that are cached: full attention first, whose prefixes are the
+    longest. Groups without prefix caching in vLLM are left out: vLLM does not need them after a hit either. Raises
+    ConfigError, with the reason, for a model with a group that is not supported.
     """
     groups, parallel = list(enumerate(kv_cache_config.kv_cache_groups)), vllm_config.parallel_config
     kept = [(index, group) for index, group in groups if not _is_left_out(group)]
@@ -82,10 +82,9 @@ def read_groups(kv_cache_config: Any, vllm_config: Any) -> tuple[int, list[Serve
 
 
 def tokens_per_block(spec: Any, parallel: Any) -> int:
-    """Tokens that a block of a group spans over all ranks, of which each may keep a part.
-
-    Ranks of decode context parallel share them out, but for layers of which vLLM keeps a copy on each of them. Those of
-    prefill context parallel have copies of all; in versions that do not know of such layers they share out, too.
+    """Tokens that a block of a group spans over all ranks, of which each may keep a part. Decode context parallel ranks
+    divide them, except in layers that vLLM replicates on each of them. Prefill context parallel ranks have copies; in
+    versions without replicated layers they divide them, too.
     """
     if hasattr(kv_cache_utils, "resolve_dcp_kv_block_size"):
         return int(kv_cache_utils.resolve_dcp_kv_block_size(spec, parallel.decode_context_parallel_size))
@@ -93,8 +92,8 @@ def tokens_per_block(spec: Any, parallel: Any) -> int:
 
 
 def to_block_group(group: Any, block_size: int, hash_block_size: int) -> BlockGroup:
-    """Our words for a group of vLLM's whose blocks span `block_size` tokens. Raises ConfigError, with the reason, for
-    one that is not served."""
+    """Our `BlockGroup` for a vLLM group whose blocks span `block_size` tokens. Raises ConfigError, with the reason, for
+    one that is not supported."""
     specs = list(layer_specs(group.kv_cache_spec))
     layer = group.layer_names[0] if group.layer_names else "?"
     for spec in specs:
@@ -151,17 +150,15 @@ def read_kv_heads(kv_cache_config: Any) -> dict[str, int]:
 
 
 def has_draft(vllm_config: VllmConfig) -> bool:
-    """Whether drafts come from layers; in place of those of n-grams and suffixes vLLM names the model itself."""
+    """Whether drafts come from layers; for n-gram and suffix drafts vLLM names the target model as the draft model."""
     speculative = vllm_config.speculative_config
     return speculative is not None and getattr(speculative, "method", None) not in _WITHOUT_LAYERS
 
 
 def num_replicas(kv_cache_config: KVCacheConfig, vllm_config: VllmConfig) -> int:
-    """How many ranks, one behind the other, hold the same bytes.
-
-    Under multi-head latent attention those of a stage, which split nothing of the cache. Where a model has fewer heads
-    of keys and values than a stage has ranks, those that have the same head: only of models that are known to have as
-    many in each layer, as specs tell a rank's heads alone.
+    """How many consecutive ranks hold the same bytes. With multi-head latent attention all ranks of a pipeline stage,
+    which do not split the cache. With fewer KV heads than a stage has ranks, those that have the same head: only for
+    models known to have equally many in each layer, as specs give only one rank's heads.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     ranks = int(parallel.tensor_parallel_size)
@@ -184,8 +181,8 @@ def _only_size(groups: Iterable[tuple[int, Any]], vllm_config: Any) -> int:
         sizes.add(finer)
     if len(sizes) > 1:
         raise ConfigError(
-            f"blocks or hashes of {sorted(sizes)} tokens in one model are served with vLLM 0.32 and newer; use that, "
-            "or --disable-hybrid-kv-cache-manager where the model allows it"
+            f"blocks or hashes of {sorted(sizes)} tokens in one model are supported with vLLM 0.32 and newer; use "
+            "that, or --disable-hybrid-kv-cache-manager where the model allows it"
         )
     return int(sizes.pop())
 

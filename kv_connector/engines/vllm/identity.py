@@ -95,12 +95,11 @@ def read_backend(vllm_config: VllmConfig) -> str:
 
 
 class Adapters:
-    """Fingerprints of LoRA adapters by request, as `Roots` wants them. The scheduler's thread calls.
-
-    An adapter is looked at when the first request with it comes: vLLM has read it by then, or is about to. Those that
-    cannot be looked at, or under a name whose weights have changed since the start, are known to this process alone:
-    vLLM's own cache tells adapters apart by name (and path, in newer versions), so what is computed on a hit there may
-    rest on either.
+    """Fingerprints of LoRA adapters by request, as `Roots` needs them. Called from the scheduler's thread. An adapter's
+    files are read when its first request comes: vLLM has read them by then, or is about to. Blocks of adapters that
+    cannot be read, or whose weights changed under the same name, are found by this process alone: vLLM's own cache
+    distinguishes adapters by name (and path, in newer versions), so blocks computed after a hit there may depend on
+    either.
     """
 
     def __init__(self) -> None:
@@ -127,7 +126,10 @@ class Adapters:
         if found is None:
             self._unsure.add(name)
             logger.warning(
-                "adapter %s at %s has no name: only this start finds in storage what it computes", name, path
+                "the weights of adapter %s at %s cannot be identified: only this engine, until it ends, finds in "
+                "storage what it computes",
+                name,
+                path,
             )
         return found or ""
 
@@ -137,8 +139,8 @@ def _hash(model: ModelConfig) -> str:
         return str(model.compute_hash())
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"the configuration of {model.model!r} has no name: {error}; its blocks cannot be told from others: "
-            "leave storage and peer out"
+            f"the configuration of {model.model!r} cannot be hashed: {error}; its blocks could be taken for those of "
+            "another: leave storage and peer out"
         ) from error
 
 
@@ -214,7 +216,7 @@ def _choice(load: Any) -> str:
 def _say_unnamed(source: str) -> None:
     """Once a process."""
     logger.warning(
-        "the weights (%s) are known by this and the model's configuration alone: when they are replaced at the same "
-        "place, clear the storage",
+        "the weights (%s) are identified by this and the model's configuration alone: when they are replaced at the "
+        "same place, clear the storage (`kv-connector storage rm --all PATH`)",
         source,
     )

@@ -110,7 +110,7 @@ class SchedulerRole:
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Behind an asynchronous load comes a second call without a look-up: all of it is on the device by then."""
+        """After an asynchronous load vLLM calls again, without a lookup: all of it is on the device by then."""
         num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
@@ -178,10 +178,10 @@ class SchedulerRole:
         if isinstance(meta, ReportMetadata):
             if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
                 raise KVConnectorError(
-                    f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, which plans "
-                    "ahead or runs Model Runner V2, would go on with wrong tokens: with kv_load_failure_policy=fail "
-                    "the request would end instead, and with --no-async-scheduling, VLLM_USE_V2_MODEL_RUNNER=0 and no "
-                    "pipeline it would be computed"
+                    f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, with "
+                    "asynchronous scheduling, a pipeline or Model Runner V2, would continue with wrong tokens: with "
+                    "kv_load_failure_policy=fail the request would end instead, and with --no-async-scheduling, "
+                    "VLLM_USE_V2_MODEL_RUNNER=0 and no pipeline it would be computed"
                 )
             self.half.update_connector_output(meta.reports)
 

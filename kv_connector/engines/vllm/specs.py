@@ -1,4 +1,4 @@
-"""What vLLM's configuration means for the halves, and what of it cannot be served, said at start-up."""
+"""What vLLM's configuration means for the halves; refuses at start-up what is not supported."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _of_replica(config: Config, vllm_config: VllmConfig) -> Config:
 
 
 def read_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> EngineShape:
-    """The engine's shape. Raises ConfigError, naming the reason and what would help, for what is not served."""
+    """The engine's shape. Raises ConfigError, naming the reason and what would help, for what is not supported."""
     parallel = vllm_config.parallel_config
     if not kv_cache_config.kv_cache_groups:
         raise ConfigError(
@@ -157,7 +157,7 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
     """Raise ConfigError, with the reason and the fix, for what no engine may be started with."""
     if not vllm_config.cache_config.enable_prefix_caching:
-        raise ConfigError("enable_prefix_caching=False: blocks have no names without it; leave prefix caching on")
+        raise ConfigError("enable_prefix_caching=False: vLLM does not hash blocks without it; leave prefix caching on")
 
 
 def refuse_unserved(config: Config, shape: EngineShape) -> None:
@@ -166,12 +166,12 @@ def refuse_unserved(config: Config, shape: EngineShape) -> None:
         return
     if len(shape.groups) > 1:
         raise ConfigError(
-            f"peer with {len(shape.groups)} block groups needs vLLM 0.32 or newer, since older ones end where a KV "
-            "transfer fails: use that, leave peer out, or try --disable-hybrid-kv-cache-manager"
+            f"peer with {len(shape.groups)} block groups needs vLLM 0.32 or newer, since older ones crash where a "
+            "KV transfer fails: use that, leave peer out, or try --disable-hybrid-kv-cache-manager"
         )
     raise ConfigError(
-        "peer with sliding windows in all layers needs vLLM 0.32 or newer, since older ones end, or give wrong tokens, "
-        "where a KV transfer fails: use that, or leave peer out"
+        "peer with sliding windows in all layers needs vLLM 0.32 or newer, since older ones crash, or give wrong "
+        "tokens, where a KV transfer fails: use that, or leave peer out"
     )
 
 

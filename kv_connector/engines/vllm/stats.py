@@ -41,7 +41,7 @@ class TieredStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What one log line says of an interval."""
+        """The statistics of one interval's log line, by name."""
         data = {name: value for name, value in self.data.items() if name not in HISTOGRAMS and name != TENANTS}
         shown = {name: round(value, 1) for name, value in data.items() if value}
         if data.get("load_milliseconds") and data.get("loaded_bytes"):

@@ -47,13 +47,14 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
 @dataclass
 class ReadyMetadata(KVConnectorHandshakeMetadata):
-    """Worker to scheduler before the first step: what a rank has ready, so that the first step can save."""
+    """Worker to scheduler before the first step: the host blocks that a rank has ready, so that the first step can
+    save."""
 
     report: StepReport
 
 
 def to_tables(block_ids: Sequence[Sequence[int]]) -> list[list[int]]:
-    """vLLM's block tables in our words."""
+    """vLLM's block tables by our block groups."""
     return [[NO_BLOCK if block_id == NULL_BLOCK else block_id for block_id in ids] for ids in block_ids]
 
 

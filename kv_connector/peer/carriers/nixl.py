@@ -121,7 +121,7 @@ class NixlTransport(OneSided):
             for registered in self._registered:
                 self._agent.deregister_memory(registered)
         except Exception as error:  # noqa: BLE001 - as above; nothing is left to do about it
-            logger.warning("NIXL did not let go of its memory: %s: %s", type(error).__name__, error)
+            logger.warning("NIXL did not deregister its memory: %s: %s", type(error).__name__, error)
 
     def _register(self) -> list[Any]:
         """Register every byte of the pool once; regions may be interleaved.
@@ -177,7 +177,7 @@ class NixlTransport(OneSided):
         if not isinstance(regions, list) or len(regions) != len(self._pool.regions):
             raise PeerError(f"its pool is not {len(self._pool.regions)} regions")
         if name == self._name:
-            raise PeerError("it is this engine")
+            raise PeerError("it is this engine itself: kv_transfer_params name the wrong host or port")
         places = [_place(region) for region in regions]
         device = check_int(info.extra, "device", least=-1, most=1024)
         if add_remote(self._agent, check_text(info.extra, "metadata", MAX_MESSAGE)) != name:

@@ -196,7 +196,7 @@ class OverChannel(ABC):
             self.drop(link, str(error))
             return False
         except Exception:  # what a peer has found that nobody thought of
-            logger.exception("an error of this side, which costs a link")
+            logger.exception("an internal error costs a link to another engine")
             self.counters.link_faults += 1
             self.drop(link, "an error of this side")
             return False

@@ -28,7 +28,8 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """A rank of another engine over its link: the one at `place` of `count` that hold parts of what this one holds."""
+    """A rank of another engine, by its link: number `place` of the `count` ranks that hold parts of this rank's
+    heads."""
 
     link: int
     place: int
@@ -37,7 +38,7 @@ class Asker:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wanted:
-    """What an asker has said that it wants."""
+    """A want of an asker."""
 
     asker: Asker
     grant: int
@@ -56,7 +57,8 @@ class _None:
 
 
 class Early:
-    """What is not wanted, and what was withdrawn, is remembered for `seconds`."""
+    """Messages for KV transfers that have not begun here. Transfers that are not wanted, or were withdrawn, are
+    remembered for `seconds`."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._seconds = seconds
@@ -94,7 +96,7 @@ class Early:
         nones[where] = _None(asker, self._clock() + self._seconds)
 
     def take(self, key: Key, names: Iterable[bytes]) -> tuple[list[Wanted], list[Asker]]:
-        """It begins, and its blocks have these names: who wants what of it, and who wants nothing."""
+        """The transfer begins, and its blocks have these names: returns who wants what of it, and who wants nothing."""
         self._withdrawn.pop(key[0], None)
         wants = [wants.pop(key) for wants in self._wants.values() if key in wants]
         found, known = [], set(names)
@@ -104,7 +106,7 @@ class Early:
         return wants, found
 
     def withdraw(self, transfer_id: str) -> list[Wanted]:
-        """Nothing of it will be offered: whoever has wanted something of it."""
+        """The transfer will not be offered; returns who has wanted blocks of it."""
         self._withdrawn.pop(transfer_id, None)
         while len(self._withdrawn) >= MOST_WITHDRAWN:
             del self._withdrawn[next(iter(self._withdrawn))]

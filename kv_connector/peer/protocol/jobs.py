@@ -52,14 +52,14 @@ _COUNTS = attrgetter(*_COUNTERS)
 
 @dataclass(frozen=True, slots=True)
 class EndedPeerJob:
-    """`ok`: its blocks have arrived, or nobody wants more of them."""
+    """`ok`: of a RECEIVE, its blocks have arrived; of a SEND, nobody wants more of them."""
 
     job_id: int
     ok: bool
 
 
 class PeerJobs:
-    """Hands blocks over, beside the model. One thread calls."""
+    """Sends and receives blocks beside the model. Called from the model-runner thread."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class PeerJobs:
         clock: Clock = CLOCK,
         prepare_thread: Callable[[], None] | None = None,
     ) -> None:
-        """Takes the transport over. `identity`: what it tells peers of this rank; `deadline_seconds`: without anything
-        arriving, until a receive is given up, and until what nobody wants is forgotten where nobody offers it;
-        `timeout_seconds`: for a peer to answer; `prepare_thread`: see `PeerPool`."""
+        """Owns the transport from now on. `identity`: what peers are told of this rank; `deadline_seconds`: how long a
+        receive may go without data, and how long unmatched messages are kept; `timeout_seconds`: for a peer to answer;
+        `prepare_thread`: see `PeerPool`."""
         self._transport = transport
         self._offers = Offers(transport, engine_id, identity, deadline_seconds, clock.monotonic)
         self._receives = Receives(transport, identity, deadline_seconds, timeout_seconds, clock.monotonic)
@@ -93,13 +93,13 @@ class PeerJobs:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Take turns on a thread of its own, until `close`."""
+        """Start the peer thread, which runs until `close`."""
         self._thread = threading.Thread(target=self._run, name="kv-peer", daemon=True)
         self._thread.start()
 
     @property
     def is_broken(self) -> bool:
-        """Whether nothing is handed over any more, ever."""
+        """Whether the peer thread has ended: no blocks are exchanged any more."""
         return self._is_broken
 
     @property
@@ -124,27 +124,27 @@ class PeerJobs:
             self._say(behind, lambda job_id=job_id: self._offers.ready(job_id, regions))  # type: ignore[misc]
 
     def fail(self, job_ids: Iterable[int]) -> None:
-        """What these SEND jobs offer was not computed."""
+        """The blocks of these SEND jobs were not computed."""
         for job_id in job_ids:
             self._say(None, lambda job_id=job_id: self._offers.fail(job_id))  # type: ignore[misc]
 
     def withdraw(self, transfer_ids: Iterable[str]) -> None:
-        """Offer nothing of these KV transfers any more, and refuse who asks for them; their jobs end."""
+        """Withdraw these KV transfers: their jobs end, and wants for them are refused."""
         for transfer_id in transfer_ids:
             self._say(None, lambda name=transfer_id: self._offers.withdraw(name))  # type: ignore[misc]
 
     def suspend(self, transfer_ids: Iterable[str]) -> None:
-        """Offer nothing of these KV transfers until they are offered anew; their jobs end."""
+        """Suspend these KV transfers until a later SEND; their jobs end."""
         for transfer_id in transfer_ids:
             self._say(None, lambda name=transfer_id: self._offers.suspend(name))  # type: ignore[misc]
 
     def cancel(self, job_ids: Iterable[int]) -> None:
-        """Receive these no more."""
+        """Cancel these RECEIVE jobs."""
         for job_id in job_ids:
             self._say(None, lambda job_id=job_id: self._cancel(job_id))  # type: ignore[misc]
 
     def rest(self) -> None:
-        """Wait for a job to end, for a few milliseconds at most, if any is under way."""
+        """Wait up to a few milliseconds for a job to end, if any is in flight."""
         if self._open and self._thread is not None:
             self._has_ended.wait(_REST_SECONDS)
 
@@ -162,7 +162,7 @@ class PeerJobs:
         return ended
 
     def counters(self) -> tuple[tuple[str, float], ...]:
-        """What the transport has counted. Once a step: `dataclasses.asdict` takes five times as long."""
+        """The transport's counters by name. Called once a step: `dataclasses.asdict` takes five times as long."""
         return tuple(zip(_COUNTERS, _COUNTS(self._transport.counters), strict=True))
 
     def close(self) -> None:
@@ -177,8 +177,8 @@ class PeerJobs:
             self._close()
 
     def turn(self, timeout: float = _IDLE_SECONDS) -> None:
-        """Do what was asked for and what peers have said, for up to `timeout` seconds where there is nothing to do. The
-        thread calls, or the caller where there is none. Raises what the transport does; jobs have to be closed then."""
+        """Handle calls, messages and transfers once, waiting up to `timeout` seconds while there are none. Called by
+        the peer thread, or by the caller if it was not started. Raises what the transport does; then call `close`."""
         events = self._transport.poll(min(timeout, _MARKER_SECONDS) if self._gated else timeout)
         self._take_words()  # before what was heard: who asks may have been told of what is offered here
         for event in events:
@@ -221,7 +221,7 @@ class PeerJobs:
                 self.turn()
             self._stop_receives()
         except Exception:  # a thread's top: whatever went wrong, jobs fail and the engine goes on without peers.
-            logger.exception("the peer thread has ended: nothing is handed over any more")
+            logger.exception("the peer thread has ended: no blocks are exchanged any more")
         finally:
             self._close()
 
@@ -292,7 +292,7 @@ class PeerJobs:
         except PeerError as error:
             self._drop(link, str(error))
         except Exception:  # what a peer has found that nobody thought of
-            logger.exception("an error of this side, which costs a link")
+            logger.exception("an internal error costs a link to another engine")
             self._transport.counters.link_faults += 1
             self._drop(link, "an error of this side")
 

@@ -80,8 +80,8 @@ class _Stop:
 
 
 class Offers:
-    """Matches wants with offers. `ended` collects (job id, ok) for the owner to take. What is not wanted before it is
-    offered, and what was withdrawn, is remembered for `deadline_seconds`."""
+    """The producer's side: matches wants with offers. `ended` collects (job id, ok) for the owner to take. Transfers
+    that are declined before they are offered, or were withdrawn, are remembered for `deadline_seconds`."""
 
     def __init__(
         self,
@@ -281,7 +281,7 @@ class Offers:
             self._stops.remove(stop)
             self._say(stop.link, Stopped(stop.grant))
 
-    # How it goes on.
+    # Progress of offers.
 
     def _advance(self, offer: _Offer) -> None:
         """Push what is wanted and ready, and end what is done: each asker has what it wants of it."""

@@ -59,7 +59,8 @@ class _Part:
 
 
 class Receives:
-    """Asks, counts what arrives and gives up. `ended` collects (job id, ok) for the owner to take."""
+    """The consumer's side: asks for blocks, counts arrivals, and fails overdue jobs. `ended` collects (job id, ok) for
+    the owner to take."""
 
     def __init__(
         self,
@@ -69,7 +70,8 @@ class Receives:
         stop_seconds: float,
         clock: Callable[[], float],
     ) -> None:
-        """`seconds`: without anything arriving, until a job is given up; `stop_seconds`: for a producer to stop."""
+        """`seconds`: how long a job may go without data before it fails; `stop_seconds`: for a producer to stop
+        writing."""
         self.ended: list[tuple[int, bool]] = []
         self._transport = transport
         self._identity = identity

@@ -250,7 +250,7 @@ class SideChannel:
         except (PeerError, OSError) as error:
             self._lose(connection, str(error) or type(error).__name__)
         except Exception:  # whatever it is that a peer has found: it costs this link
-            logger.exception("an error of this side, which costs the link to %s", connection.host)
+            logger.exception("an internal error costs the link to %s", connection.host)
             self._counters.link_faults += 1
             self._lose(connection, "an error of this side")
 

@@ -37,7 +37,7 @@ Info = Annotated[PeerInfo, lambda body, name: PeerInfo.decode(body.get(name))]
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The caller begins."""
+    """The caller's first message."""
 
     version: Number
     nonce: Hash
@@ -54,14 +54,14 @@ class Challenge:
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a side is."""
+    """The peer info of a side."""
 
     info: Info
 
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """The listener will not talk to who has introduced itself."""
+    """The listener refuses the caller after its introduction."""
 
     reason: Reason
 

@@ -1,7 +1,7 @@
-"""Names of hosts, looked up beside the peer thread: a look-up may take as long as the system's resolver likes.
+"""Names of hosts, looked up beside the peer thread: a lookup may take as long as the system's resolver likes.
 
-A host may come from a request, so any text may be asked about. Addresses need no look-up. Each name gets a thread of
-its own, which ends with its look-up; there are never more than a few, and nobody waits for one.
+A host may come from a request, so any text may be asked about. Addresses need no lookup. Each name gets a thread of
+its own, which ends with its lookup; there are never more than a few, and nobody waits for one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Address:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What came of a look-up: an address, or why there is none."""
+    """What came of a lookup: an address, or why there is none."""
 
     link: int
     address: Address | None
@@ -58,13 +58,13 @@ class Resolver:
             return None
 
     def ask(self, link: int, host: str, port: int) -> None:
-        """Look a name up for a link. Raises PeerError where too many look-ups hang."""
+        """Look a name up for a link. Raises PeerError where too many lookups hang."""
         if not self._under_way.acquire(blocking=False):
             raise PeerError(f"cannot be reached: {_MOST_LOOKUPS} names are being looked up; give addresses")
         threading.Thread(target=self._run, args=(link, host, port), name="kv-peer-name", daemon=True).start()
 
     def take(self) -> list[Resolved]:
-        """Look-ups that have ended."""
+        """Lookups that have ended."""
         found = []
         while self._found:
             found.append(self._found.popleft())

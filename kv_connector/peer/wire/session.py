@@ -32,13 +32,13 @@ class Session:
         self._num_opened = 0
 
     def seal(self, message: bytes) -> bytes:
-        """What this side says next."""
+        """The sealed form of this side's next message."""
         seal = _seal(self._ours, self._num_sealed, message)
         self._num_sealed += 1
         return message + seal
 
     def open(self, sealed: bytes) -> bytes:
-        """What the peer says next. Raises PeerError where it is not just that."""
+        """The content of the peer's next message. Raises PeerError where its MAC does not fit."""
         message, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
         if not hmac.compare_digest(_seal(self._theirs, self._num_opened, message), seal):
             raise PeerError("a message was changed, lost or added on its way")

@@ -127,4 +127,4 @@ class Control:
         now = self._shared.clock()
         if now - self._told_at >= _SECONDS_BETWEEN_LINES:
             self._told_at = now
-            logger.warning("a hint of a request is ignored, and so may others be that are not told here: %s", reason)
+            logger.warning("a hint of a request is ignored: %s (at most one such line a minute)", reason)

@@ -77,7 +77,7 @@ class LoadPlanner:
         return bool(self._reading)
 
     def is_coalesced(self, request_id: str) -> bool:
-        """Whether the load that the request was told to wait for is still under way. Costs no look-up."""
+        """Whether the load that the request was told to wait for is still under way. Costs no lookup."""
         load = self._coalesced.get(request_id)
         return load is not None and not load.is_over and not self._is_overdue(load)
 

@@ -32,7 +32,9 @@ class PeerCompanion(Companion):
         self, config: PeerConfig, shared: Shared, roots: Roots, engine_id: str, world_size: int, tp_size: int
     ) -> None:
         if world_size % tp_size:
-            raise ConfigError(f"tp_size={tp_size} cannot be: world_size={world_size} is no multiple of it")
+            raise ConfigError(
+                f"tp_size={tp_size} cannot be: world_size={world_size} is no multiple of it; give a divisor"
+            )
         self._outgoing = Outgoing(config, shared, roots, engine_id, self)
         self._incoming = Incoming(config, shared, roots, self, tp_size, world_size // tp_size)
         self._tp_size = tp_size

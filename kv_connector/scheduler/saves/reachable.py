@@ -1,4 +1,4 @@
-"""Of a request's blocks, those that somebody could reach if they were saved: no look-up goes beyond a hole."""
+"""Which of a request's blocks a lookup could reach if they were saved: none goes beyond a missing block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that did not fit into the form of a host block: known only once they were copied, and tried no more.
+"""Blocks that did not fit into the lossless form of a host block: known once they were copied, and not tried again.
 
 Where most do not fit, nothing is saved any more.
 """

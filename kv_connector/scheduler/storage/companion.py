@@ -101,7 +101,7 @@ class StorageCompanion(Companion):
         return self._prefetches.is_busy or self._backups.is_busy
 
     def plan(self, plan: StepPlan) -> StepPlan:
-        """Look-ups and fetches begin before backups do."""
+        """Lookups and fetches begin before backups do."""
         jobs = (*self._prefetches.plan(), *self._backups.plan())
         self._told.planned(jobs)
         return replace(plan, storage=jobs, cancelled_storage=self._prefetches.take_cancelled())

@@ -1,4 +1,4 @@
-"""Who waits for which job of storage, and which are called off since nobody does any more."""
+"""Which requests wait for which storage job, and which jobs are cancelled when none waits any more."""
 
 from __future__ import annotations
 

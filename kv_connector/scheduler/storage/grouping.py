@@ -1,4 +1,4 @@
-"""Which blocks storage keeps as one: so many consecutive blocks of a prefix, and always the same ones.
+"""Which blocks storage keeps as one object: a fixed number of consecutive blocks of a prefix.
 
     prefix    0  1  2  3 | 4  5  6  7 | 8  9        groups of four
 

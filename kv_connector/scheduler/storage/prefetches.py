@@ -3,7 +3,7 @@
     a request arrives --LOOK_UP--> every rank says what it has of its prefix; what all have counts (`search.py`)
                       --FETCH----> into host blocks that are matchable once they are filled, like any other hit
 
-Each job is of one block group. Look-ups and fetches of full attention are of whole objects (`grouping.py`), but for
+Each job is of one block group. Lookups and fetches of full attention are of whole objects (`grouping.py`), but for
 the end of a prefix: a fetch names all blocks of an object and brings those that the host lacks. A request whose prefix
 is on its way for another one waits for those jobs, too. A job that nobody waits for any more is called off, and is done
 all the same where it had begun.
@@ -46,10 +46,10 @@ logger = logging.getLogger("kv_connector.scheduler")
 
 class PrefetchPlanner:
     """Follows requests from arrival to admission. The caller puts `plan` and `take_cancelled` into every step, and
-    hands every ended look-up and fetch to `end`.
+    hands every ended lookup and fetch to `end`.
 
     `keys` names blocks in storage by their hashes; `on_fetched` hears of host blocks that were filled, `on_answered` of
-    what look-ups of a prefix were told; `owner` opens the jobs.
+    what lookups of a prefix were told; `owner` opens the jobs.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class PrefetchPlanner:
         return self._followers.take_cancelled()
 
     def end(self, ended: EndedJob) -> None:
-        """A look-up or a fetch was reported by every rank."""
+        """A lookup or a fetch was reported by every rank."""
         job, ok = ended.job, ended.ok
         assert isinstance(job, StorageJob)
         followers, was_called_off = self._followers.ended(job.job_id)
@@ -273,7 +273,9 @@ class PrefetchPlanner:
     def _abandon(self, job_id: int, now: float) -> None:
         """Storage has lost the job, by all appearances: its requests are computed, and what it was to bring may be
         saved or fetched anew. Its host blocks stay leased: they may be written to yet."""
-        logger.warning("storage has not answered job %d for %.0f s: it is not waited for", job_id, LOST_SECONDS)
+        logger.warning(
+            "storage has not answered job %d for %.0f s: requests wait for it no longer", job_id, LOST_SECONDS
+        )
         self._reading.forget(job_id, now)
         self._followers.abandon(job_id)
         self._host.discard(self._fetches.abandon(job_id))

@@ -1,4 +1,4 @@
-"""What is asked of storage and not answered: how fast it is, and whether it answers at all.
+"""Reads of storage in progress: how fast they are, and whether storage answers at all.
 
 A disk or a network that hangs must not hang every request with it, nor one answer that is lost its request.
 """
@@ -23,7 +23,7 @@ LOST_SECONDS = 30.0
 
 
 class Reading:
-    """Look-ups and fetches under way. `now` is in seconds and never goes back."""
+    """Lookups and fetches under way. `now` is in seconds and never goes back."""
 
     def __init__(self) -> None:
         self.rate = Rate()  # of fetching, in blocks a second

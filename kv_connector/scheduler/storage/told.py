@@ -1,5 +1,5 @@
-"""What routers were told to be in storage, whose content is not tracked: what was written, and what a look-up or a
-fetch has found there or has not.
+"""Blocks that routers were told are in storage, whose content is not tracked: blocks that were written, and that a
+lookup or a fetch found or missed.
 
 So a block that was deleted, by this engine or another, is called stored until somebody asks for it in vain, and one
 that another engine has written is not until somebody asks for it. Nothing is kept where nobody reads events.
@@ -50,7 +50,7 @@ class ToldBlocks:
             self._store([key for host_id, key in keys.items() if host_id not in ended.missing])
 
     def answered(self, hashes: Sequence[BlockHash], question: Question, found: int) -> None:
-        """A look-up has found those of the blocks whose bits are set: of full attention the leading ones count."""
+        """A lookup has found those of the blocks whose bits are set: of full attention the leading ones count."""
         if not self._events.is_read:
             return
         keys = self._grouped.keys(hashes, question.group)[question.blocks.start : question.blocks.stop]

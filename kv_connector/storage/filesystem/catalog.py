@@ -1,5 +1,5 @@
-"""What is known of a folder's packs: where each block lies, and which pack was used longest ago. It looks at no file,
-so its lock is held for moments, and `num_blocks` and `used_bytes` are read without.
+"""The index of a folder's packs: where each block is, and which pack is least recently used. It opens no file, so its
+lock is held for moments, and `num_blocks` and `used_bytes` are read without it.
 
 A pack is a number, which is given once: whoever has that of one that is gone finds nothing, also where a pack of the
 same name came back. What is known of it is a plain tuple, replaced where any of it changes. There are many of them, and

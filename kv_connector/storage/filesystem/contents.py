@@ -1,5 +1,5 @@
-"""What lies in a folder of packs, as the journal, a listing and a look at single files tell it: all of it goes into the
-catalog, and from there into a new journal where the old one is not whole.
+"""Finds the packs of a folder, by the journal, a listing and single files, and puts them into the catalog, and from
+there into a new journal where the old one is damaged.
 
 The folder is the truth and `catalog.py` follows it: a pack that another process added is found in the journal, one that
 was taken away is missed when it is opened, and everything is listed at the start, where the journal is not whole, and

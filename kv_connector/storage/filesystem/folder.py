@@ -1,5 +1,5 @@
-"""A folder of packs that several processes share: what may be added, what goes first. A pack's modification time is
-when it was last used. What is in it `contents.py` finds out: at the start, before room is made, and where a look-up
+"""A folder of packs that several processes share: what may be added, what is evicted first. A pack's modification time
+is when it was last used. What is in it `contents.py` finds out: at the start, before room is made, and where a lookup
 misses. It is listed anew now and then where room is short.
 
 Packs are told of in the journal and renamed under the folder's lock, so whoever holds it and reads a whole journal

@@ -1,5 +1,5 @@
-"""The headers of a folder's packs in one file, in the order in which they were added: what lies there is known from it
-without opening every pack, and what others have added is known from its end.
+"""The headers of a folder's packs in one file, in the order in which they were added: a start reads it instead of
+opening every pack, and its end says what others have added.
 
     0      magic "KVCINDX1" | 8 random bytes, new with every file of this name
     16     records: u64 time of writing (ns) | u32 bytes of the header | header | u32 CRC-32 of the record so far

@@ -1,4 +1,4 @@
-"""What of a folder is ours, how it becomes so, and who may change it at a time.
+"""Which files of a folder belong to us, how a folder is marked as ours, and the lock for changing it.
 
     ROOT/kv_connector.format-2   says that the folder is ours; locked while room is made and packs are added
     ROOT/index                   the packs' headers (`journal.py`)

@@ -1,7 +1,7 @@
 """Mooncake Store's Python client behind a few typed calls: the only file that knows its names and error codes.
 
 Every call blocks, and raises `StoreUnreachable` where the master does not answer. Requests by name and memory address;
-nothing is copied. Measured with 0.3.13: a read from a dead master is tried for 4.5 s and a look-up is not, so each
+nothing is copied. Measured with 0.3.13: a read from a dead master is tried for 4.5 s and a lookup is not, so each
 batch is looked up first; `setup` keeps the interpreter lock and tries a dead master for 90 s, so the master's port is
 tried first; a thread that waits for bytes spins, and four that read 8 MiB each are half as fast as one that reads
 32 MiB, so one call reads at a time and one writes.
@@ -96,7 +96,9 @@ class MooncakeClient:
             with socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS) as link:
                 own_address = str(link.getsockname()[0])
         except (OSError, UnicodeError) as error:  # the latter where the name has a part that is empty or too long
-            raise StoreUnreachable(f"no master at {self._options.master}: {error}") from error
+            raise StoreUnreachable(
+                f"no master at {self._options.master}: {error}; start mooncake_master there, or mend storage.master"
+            ) from error
         with self._lock:
             if self._store is None:
                 self._store = self._join(self._options.hostname or own_address, regions)
@@ -158,7 +160,10 @@ class MooncakeClient:
             code = code or store.register_buffer(start, num_bytes)
         if code != 0:
             store.close()
-            raise StoreUnreachable(f"cannot join the store of {options.master} as {hostname}: error {code}")
+            raise StoreUnreachable(
+                f"cannot join the store of {options.master} as {hostname}: error {code}; see that others reach this "
+                "machine as storage.hostname, and that storage.protocol and storage.devices work here"
+            )
         self._regions = regions
         return store
 

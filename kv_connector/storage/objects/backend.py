@@ -180,7 +180,7 @@ class ObjectStorage(ThreadedStorage):
         return ended(otherwise)
 
     def _count_leading(self, names: Sequence[str], at_first: int = _NAMES_PER_LOOK_UP) -> int:
-        """How many leading objects there are; ever more are asked for at a time, since most look-ups find few."""
+        """How many leading objects there are; ever more are asked for at a time, since most lookups find few."""
         start, count = 0, at_first
         while start < len(names):
             there = self._client.exist(names[start : start + count])

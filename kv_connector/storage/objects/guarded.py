@@ -1,4 +1,4 @@
-"""A store client behind a breaker: what calls find out, requests need not, and a thread of its own finds it again."""
+"""A store client behind a breaker: after faults calls return at once, and a thread of its own probes the store."""
 
 from __future__ import annotations
 

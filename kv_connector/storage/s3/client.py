@@ -1,8 +1,8 @@
-"""Amazon S3, and whatever speaks its protocol, through obstore: the only file that knows that library's names.
+"""Amazon S3, and servers that speak its protocol, through obstore: the only file that knows that library's names.
 
 Every object is put and read by one request: a writer that is killed leaves nothing, and a reader sees all of one
 version or nothing. Requests of a call run side by side, on threads of this client, as many as `concurrency` says of
-each kind: look-ups wait for no reads, and reads for no writes. What was answered 5xx or lost its connection is tried
+each kind: lookups wait for no reads, and reads for no writes. What was answered 5xx or lost its connection is tried
 again by the library, until `timeout_ms` after its beginning; then the request has failed. A request that nobody
 answered takes those with it that waited behind it, so that an endpoint which hangs costs `timeout_ms` once, whatever is
 queued.

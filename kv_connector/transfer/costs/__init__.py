@@ -1,1 +1,1 @@
-"""What copies take on this machine, and what follows from it."""
+"""How long copies take on this machine, and what is chosen by that."""

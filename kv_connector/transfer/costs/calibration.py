@@ -1,4 +1,4 @@
-"""Measures what copies take on this machine, in well under two seconds, and remembers it for later starts.
+"""Measures how long copies take on this machine, in well under two seconds, and remembers it for later starts.
 
 On page-locked memory of its own, and scratch memory on the device. Random places on both sides, medians. A result is
 kept for the GPU, its driver, its link, this module's version, and the length of a piece and of one that is coded.
@@ -84,10 +84,10 @@ def _measured_now(
                 raise TimeoutError(f"no host memory is ready after {_READY_SECONDS} s")
             time.sleep(0.01)
         if not host.is_pinned:
-            raise MemoryError("host memory cannot be page-locked")
+            raise MemoryError("host memory cannot be page-locked: raise `ulimit -l`")
         return measure(device, host, pieces, coded_pieces)
     except Exception as error:  # noqa: BLE001 - a start does not fail for this
-        logger.warning("copies could not be measured and go by what is built in: %s: %s", type(error).__name__, error)
+        logger.warning("copies could not be measured, built-in figures are used: %s: %s", type(error).__name__, error)
         return BUILT_IN
     finally:
         host.close()
@@ -103,7 +103,11 @@ def measure(
     and what CUDA raises.
     """
     if host.num_ready_blocks * host.block_bytes < NUM_BYTES or max(*piece_lengths, *coded_lengths, 0) > NUM_BYTES:
-        raise ValueError(f"{NUM_BYTES} bytes of host memory are needed, and pieces of at most as many")
+        ready, longest = host.num_ready_blocks * host.block_bytes, max(*piece_lengths, *coded_lengths, 0)
+        raise ValueError(
+            f"{ready} bytes of host memory are ready and pieces have up to {longest}: give a pool of at least "
+            f"{NUM_BYTES}, and pieces of at most as many"
+        )
     bench = _Bench(device, host)
     found = {}
     with bench.lane.on_device():

@@ -1,4 +1,4 @@
-"""What a copy takes on each path on this machine, and from that the path and the layer groups that serve best.
+"""How long a copy takes on each path on this machine, and from that the fastest path and layer groups.
 
 Four things are known of each direction, measured at start-up (`calibration.py`) or built in: DMA by the length of a
 segment, and the kernels that pack, that code and that go over the link, by the length of a piece. All else is sums of
@@ -117,7 +117,7 @@ class DirectionCosts:
 
 @dataclass(frozen=True, slots=True)
 class LinkCosts:
-    """Of one GPU. `source` says where they are from."""
+    """Costs of copies of one GPU. `source` says where they were measured."""
 
     load: DirectionCosts
     save: DirectionCosts
@@ -162,7 +162,8 @@ class LinkCosts:
 
     @property
     def group_bytes(self) -> int:
-        """Of a layer group that is large enough for the link and no larger: the first layers are there early."""
+        """Bytes of a layer group: large enough to keep the link busy and no larger, so that the first layers arrive
+        early."""
         start_us = self.load.dma.start_us + self.load.packing.start_us
         return int(_GROUP_STARTS * start_us * max(self.load.dma.gigabytes_per_second) * 1e3)
 

@@ -1,4 +1,4 @@
-"""What copies take, as far as it is known: measured, remembered, built in, or from a file."""
+"""The costs of copies that a start uses: measured, remembered, built in, or from a file."""
 
 from __future__ import annotations
 

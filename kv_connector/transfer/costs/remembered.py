@@ -1,4 +1,4 @@
-"""What a machine remembers from one start to the next: small texts in the user's cache folder."""
+"""Small texts in the user's cache folder that outlive a start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory from the CUDA driver itself, for what copies use as long as they are served: tables, ids, staging.
+"""Device memory from the CUDA driver itself, for tables, ids and staging buffers of copies.
 
 Not from torch, whose allocator gives what suits the context of the call: from a pool that the engine discards when it
 sleeps (`torch.cuda.use_mem_pool`), bytes whose last kernel is still queued on the stream that is current, or bytes that
@@ -94,4 +94,4 @@ def _free(device: int, call: str, address: ctypes.c_uint64 | ctypes.c_void_p) ->
         with on_device(device) as driver:
             check(getattr(driver, call)(address), call)
     except TransferError as error:  # a finalizer's top: the device is lost, and its memory with it
-        logger.warning("memory is not given back: %s", error)
+        logger.warning("device memory cannot be freed: %s", error)

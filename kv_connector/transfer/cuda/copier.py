@@ -80,7 +80,7 @@ class DriverCopier:
             check(code, "cuMemcpyBatchAsync")
 
     def copy_one(self, target: int, source: int, num_bytes: int, stream: int) -> None:
-        """Copy so few bytes that giving up Python's lock for the call, and waiting for it again, would take longer."""
+        """Copy so few bytes that releasing the GIL for the call, and waiting for it again, would take longer."""
         check(self._one(target, source, num_bytes, stream), "cuMemcpyAsync")
 
     def _copy_each(self, targets: int, sources: int, sizes: int, count: int, stream: int) -> None:

@@ -1,7 +1,7 @@
 """libcuda, loaded once, and those of its calls that others build on. Imports neither torch nor NumPy.
 
-Through ctypes: `libcuda` lets go of Python's lock during a call; `quick_libcuda` keeps it, for calls that take less
-than getting it back.
+Through ctypes: `libcuda` releases the GIL during a call; `quick_libcuda` keeps it, for calls that take less than
+getting it back.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def libcuda() -> ctypes.CDLL:
 
 @cache
 def quick_libcuda() -> ctypes.PyDLL:
-    """The same, with Python's lock held during calls. Raises as `libcuda`."""
+    """The same, with the GIL held during calls. Raises as `libcuda`."""
     return _load(ctypes.PyDLL)
 
 
 def let_go() -> None:
-    """Give Python's lock to whoever waits for it, in some 60 us. A call of half as many that lets go of it does not,
-    nor a sleep of no time in Python 3.10: the other thread wakes up later than that."""
+    """Give the GIL to whoever waits for it, in some 60 us. A call of half as many that lets go of it does not, nor a
+    sleep of no time in Python 3.10: the other thread wakes up later than that."""
     time.sleep(1e-6)
 
 

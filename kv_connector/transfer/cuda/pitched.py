@@ -17,7 +17,7 @@ from .driver import check, let_go, quick_libcuda
 MOST_PITCH = (1 << 31) - 1
 """Bytes from one piece to the next that the driver takes, as its manual says; tests go up to 1.5 GiB."""
 MOST_IN_A_ROW = 256
-"""Copies that keep Python's lock, some 1 ms: a load that a step waits for may have ten thousand."""
+"""Copies that keep the GIL, some 1 ms: a load that a step waits for may have ten thousand."""
 _SIDE = [("x", "u8"), ("y", "u8"), ("type", "i8"), ("host", "u8"), ("device", "u8"), ("array", "u8"), ("pitch", "u8")]
 COPY = np.dtype([("source", _SIDE), ("target", _SIDE), ("width", "u8"), ("height", "u8")])
 """CUDA_MEMCPY2D."""
@@ -64,8 +64,8 @@ def pitched_copies(
 def copy_pitched(copies: NDArray[np.void], stream: int | None) -> None:
     """`PitchedCopier` by `cuMemcpy2DAsync`, a call for each.
 
-    They keep Python's lock: each takes microseconds, and to get the lock back takes up to 5 ms beside a thread that
-    launches a model. That thread gets it every `MOST_IN_A_ROW` of them.
+    They keep the GIL: each takes microseconds, and to get the lock back takes up to 5 ms beside a thread that launches
+    a model. That thread gets it every `MOST_IN_A_ROW` of them.
     """
     handle: Any = torch.cuda.current_stream().cuda_stream if stream is None else stream
     enqueue, first = _driver_call(), copies.ctypes.data

@@ -3,7 +3,7 @@
 Streams are named where they are known: asking torch for the current one takes some 10 us, eight times a chunk. Several
 threads may use a lane: what is current belongs to each of them, and events of `mark` go around among them all. Those
 that a thread waits for on the host (`Lane.position`, `Lane.end`) do not: it would wait for what somebody else has
-recorded meanwhile. It waits for these asleep, without Python's lock; for other events CUDA keeps a core busy, for as
+recorded meanwhile. It waits for these asleep, without the GIL; for other events CUDA keeps a core busy, for as
 long as copies run.
 """
 
@@ -272,4 +272,4 @@ def _destroy(device: int, handle: ctypes.c_void_p) -> None:
         with on_device(device) as driver:
             check(driver.cuStreamDestroy_v2(handle), "cuStreamDestroy")
     except TransferError as error:  # a finalizer's top: the device is lost, and its streams with it
-        logger.warning("a stream is not given back: %s", error)
+        logger.warning("a CUDA stream cannot be destroyed: %s", error)

@@ -1,11 +1,11 @@
-"""Turns: where copies of others in the same direction come in between ours.
+"""Turns: gaps between our copies in which the engine's copies of the same direction run.
 
-A copy engine goes on with one stream's copies as long as there are any, and those of all other streams wait. An engine
-makes small ones in front of each step, of what the step reads, and behind it, of the tokens that were sampled: beside
-2.25 GiB that were copied by DMA one was 36 to 42 ms late, as long as all of it took (H200, driver 580, 2026-11-26). The
-copy engine turns to others where a stream has to wait for some 10 us; an event of another stream comes sooner. So
-behind every `TURN_BYTES` the stream of our copies waits for another one, which writes a word some times: that
-takes neither multiprocessors nor a copy engine, nor the host.
+A copy engine continues with one stream's copies as long as there are any, while all other streams' copies wait. An LLM
+engine makes small copies before each step, of the step's inputs, and after it, of the sampled tokens: beside 2.25 GiB
+by DMA one of them was 36 to 42 ms late, as long as the whole copy took (H200, driver 580, 2026-11-26). The copy engine
+switches to another stream when ours has to wait for some 10 us; an event of another stream completes too soon for that.
+So after every `TURN_BYTES` our stream waits for another stream, which writes a word several times: that takes neither
+multiprocessors nor a copy engine, nor the host.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ TURN_BYTES: dict[Pace, int] = {
     (Direction.LOAD, True): 64 << 20,
     (Direction.SAVE, False): 32 << 20,
 }
-"""From one turn to the next: 0.3 ms of the link for a load in the background, as each step waits for what it reads; 1.2
-ms for one that the step waits for anyway, behind what it reads; and 0.6 ms for saves, as nothing on the device waits
-for what is read back. A turn takes some 14 us of the link. What lies between two is a call of the driver, whose first
-copy begins when the last was taken in: 2.25 GiB in segments of 1 MiB move at 0.99 of the link in calls of 42 MiB, and
-at 0.975 in two calls (H200, 2026-11-23)."""
+"""Bytes between two turns: 0.3 ms of the link for a background load, as each step waits for its inputs; 1.2 ms for a
+load that the step waits for anyway, after its inputs; and 0.6 ms for saves, as nothing on the device waits for sampled
+tokens. A turn takes some 14 us of the link. The copies between two turns are one call of the driver, whose first copy
+begins when its last was submitted: 2.25 GiB in segments of 1 MiB move at 0.99 of the link in calls of 42 MiB, and at
+0.975 in two calls (H200, 2026-11-23)."""
 _PRIORITIES = {Direction.LOAD: Priority.TURN_LOAD, Direction.SAVE: Priority.TURN_SAVE}
 _NUM_WRITES = 4
 _WRITE_32_BITS = 2
@@ -47,14 +47,15 @@ logger = logging.getLogger("kv_connector.transfer")
 
 
 class Turns(Protocol):
-    """Gives them, to one stream's copies. One thread at a time calls."""
+    """Gives turns to one stream's copies. Called from one thread at a time."""
 
     def give(self, stream: int | None) -> None:
-        """What this stream, the driver's handle, does from now on comes behind a turn. Raises TransferError."""
+        """Enqueue a turn on this stream, by the driver's handle: later work of the stream runs after it. Raises
+        TransferError."""
 
 
 class NoTurns:
-    """Where there is no copy engine, or none that can be told to turn to others."""
+    """For devices without a copy engine, or without the driver calls that turns need."""
 
     def give(self, stream: int | None) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""How the pieces of a block lie in a host block, whatever they are like on the device.
+"""The layout of a block's pieces in a host block.
 
 A host block holds every region's piece, in layer order:
 

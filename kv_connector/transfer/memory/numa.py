@@ -1,4 +1,4 @@
-"""Which NUMA node a GPU hangs on, from sysfs, and its CPUs.
+"""The NUMA node of a GPU, from sysfs, and its CPUs.
 
 The PCI address is the one that torch reports for its device index, so that CUDA_VISIBLE_DEVICES and any other
 renumbering are honoured.

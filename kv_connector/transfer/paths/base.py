@@ -31,10 +31,10 @@ class BlockCopy(NamedTuple):
     """These consecutive regions of device block `device_ids[i]`, to or from host block `host_ids[i]`.
 
     Ids are int64 of shape (num_blocks,), at least one, in range and without repetition: the engine has checked. The
-    copy comes behind what `stream`, a torch stream, already holds, and what is enqueued there afterwards runs behind
-    the copy; None on the CPU. `urgent` says that the model waits for it, so that it may take what the model needs
-    elsewhere. A path that may refuse blocks adds to `refusals` what says which. `in_step` says that a step waits for
-    it, layer by layer, so that other streams' copies need not come in between as often (`cuda/turns.py`).
+    copy runs after what `stream`, a torch stream, already holds, and before what is enqueued there afterwards; None on
+    the CPU. `urgent`: the model waits for the copy, so it may use the model's multiprocessors. A path that may refuse
+    blocks adds a function that says which to `refusals`. `in_step`: a step waits for it, layer by layer, so that it
+    yields less often to other streams' copies (`cuda/turns.py`).
     """
 
     direction: Direction
@@ -48,15 +48,13 @@ class BlockCopy(NamedTuple):
 
     @property
     def pace(self) -> Pace:
-        """How often others' copies come in between."""
+        """How often the copy yields to copies of other streams."""
         return self.direction, self.in_step
 
 
 class CopyPath(Protocol):
-    """Moves the pieces of some regions of some blocks.
-
-    Copies of one direction come one after the other, on one stream, from whichever thread; those of the two directions
-    may be called for at the same time, so that what a copy needs for itself is there for each.
+    """Moves the pieces of some regions of some blocks. `copy` is called for one copy of a direction at a time, on one
+    stream, from any thread; the two directions may be called at the same time, so each has resources of its own.
     """
 
     def copy(self, copy: BlockCopy) -> None:
@@ -68,7 +66,7 @@ class CopyPath(Protocol):
         """
 
     def slice_bytes(self, direction: Direction) -> int:
-        """Of the slices that a long copy of whole blocks is best cut into, each of which `copy` is called for."""
+        """Bytes of the slices that a long copy of whole blocks is cut into; `copy` is called for each."""
 
     def close(self) -> None:
         """Release buffers. Idempotent. No copy may be under way."""

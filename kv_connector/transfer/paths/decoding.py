@@ -1,4 +1,4 @@
-"""The simplest way to the device for blocks that are coded on the host: the CPU decodes, and the driver copies."""
+"""The fallback path to the device for coded host blocks: the CPU decodes, and the driver copies."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ class DirectPath:
     def __init__(self, form: HostForm, host: HostPool) -> None:
         """Raises ConfigError for host memory that is not to be page-locked: the GPU cannot reach it."""
         if not host.is_pinned:
-            raise ConfigError('copy_path="direct" needs page-locked host memory: set pin_memory or another copy_path')
+            raise ConfigError(
+                "copy_path='direct' needs page-locked host memory, and pin_memory is false: give pin_memory=true, or "
+                "copy_path='auto'"
+            )
         self._host = host
         device = form.layout.device
         self._tables = RegionTables(form)
@@ -32,7 +35,10 @@ class DirectPath:
     def copy(self, copy: BlockCopy) -> None:
         """See `CopyPath.copy`. Raises TransferError where page locking has failed since."""
         if not self._host.is_pinned:
-            raise TransferError("the direct path needs page-locked host memory, and locking it has failed")
+            raise TransferError(
+                "the direct path needs page-locked host memory, and locking it has failed: raise `ulimit -l`, or give "
+                "copy_path='auto'"
+            )
         load = copy.direction is Direction.LOAD
         move = scatter_pieces if load else gather_pieces
         uploads, count = self._ids[copy.direction], len(copy.device_ids)

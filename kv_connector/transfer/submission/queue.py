@@ -28,12 +28,11 @@ is lost, and waiting for the event says so. `close` waits for that as well.
 
 The thread only helps, and nobody waits for it. Whoever needs a copy submitted, because a step waits for it or a fence
 does, submits it, and what is in front of it, at once and without pacing: it waits for one part at most that the thread
-is at, and for no event. Neither does the thread pace what a step waits for. Python's lock can keep the thread from
-running for long: whenever it lets go of it, it may get it back 5 ms later, a hundred times a part (a gigabyte took
-0.63 s beside a thread that never left Python: H200, 2026-11-23). So once a step, where the thread has made no progress
-since the last one, the model-runner thread waits for the part that it is at, which gives it Python's lock; or submits
-one, where the thread is at none and the device has nothing left to do for this queue: otherwise the link is busy
-anyway.
+is at, and for no event. Neither does the thread pace what a step waits for. The GIL can keep the thread from running
+for long: whenever it lets go of it, it may get it back 5 ms later, a hundred times a part (a gigabyte took 0.63 s
+beside a thread that never left Python: H200, 2026-11-23). So once a step, where the thread has made no progress since
+the last one, the model-runner thread waits for the part that it is at, which gives it the GIL; or submits one, where
+the thread is at none and the device has nothing left to do for this queue: otherwise the link is busy anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the transfer engine keeps of copies under way, and says of those that ended."""
+"""The transfer engine's records of copies in flight, and of those that ended."""
 
 from __future__ import annotations
 

@@ -146,8 +146,8 @@ def test_shares_hold_in_whatever_order_tenants_come(policy: str) -> None:
     [
         ("a", "tenants='a' is not an object"),
         ({"a": 3}, "tenants.a=3 is not an object"),
-        ({"a": {"weight": 0}}, "tenants.weight=0 is too small: give at least 1"),
-        ({"a": {"quota": "much"}}, "tenants.quota='much' is not a size"),
+        ({"a": {"weight": 0}}, "tenants.a.weight=0 is too small: give at least 1"),
+        ({"a": {"quota": "much"}}, "tenants.a.quota='much' is not a size"),
         ({"a": {"wait": 1}}, "unknown setting 'tenants.a.wait'.*did you mean 'weight'"),
         ({"": {}}, "has a name of 0 characters"),
         ({f"t{i}": {} for i in range(33)}, "tenants has 33 entries: give at most 32"),

@@ -51,7 +51,7 @@ def open_copier(pool: PeerPool) -> SlotCopier:
 class HostSlots:
     """A pool in the CPU's memory: a vectored read or write of the ring's file moves a thousand pieces in one call.
 
-    Not NumPy, and not one call for each piece: an engine's main thread may hold on to Python's lock for milliseconds
+    Not NumPy, and not one call for each piece: an engine's main thread may hold the GIL for milliseconds
     whenever it is let go, so that it must not be let go for every piece.
     """
 
