@@ -1,4 +1,4 @@
-"""Phrases of docs/benchmarks.md with figures of results with copies that yield, for `test_docs_figures.py`."""
+"""Phrases of pages of benchmarks with figures of results with copies that yield, for `test_docs_figures.py`."""
 
 from __future__ import annotations
 
@@ -158,4 +158,5 @@ def worth_in_sglang() -> Iterator[str]:
     yield f"yielding is worth {min(more):.0f} to {max(more):.0f} % more"
 
 
-TOLD = (chats, latest_chats, earlier_chats, copies, submitting, beside_a_model, small_copies, worth_in_sglang)
+EARLIER_CHATS = (chats, latest_chats, earlier_chats)
+TOLD = (copies, submitting, beside_a_model, small_copies, worth_in_sglang)

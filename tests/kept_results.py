@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from integration.bench.peers import LOSSLESS
-from integration.bench.regimes import regimes
 from integration.figures.results import Row, read, rows_of
 
 result = cache(read)
@@ -61,14 +60,6 @@ def num_loads(share: str, answer: int) -> float:
     return counted(share, answer)["sync_loads"] + counted(share, answer)["async_loads"]
 
 
-def over_best_0251() -> list[float]:
-    """Turns of the default policy over the best peer's in vLLM 0.25.1, the least first."""
-    names = [f"vllm_serving_0251_{size}_h200" for size in ("05x", "075x", "1x")]
-    found = regimes([row for name in names for row in result(name)["rows"]])
-    assert len(found) == 7
-    return [row["over_best_peer"] for row in found]
-
-
 def older_chats() -> dict[tuple[str, str], float]:
     """Turns over those of others, by result and policy; of several lengths of answers the last."""
     rows = result("vllm_serving_older_h200")["rows"]
@@ -114,16 +105,6 @@ def sglang_over_hicache(name: str = "ttft", *sizes: int) -> list[float]:
     """What a host hit of each length takes of HiCache's."""
     lengths = sizes or (2048, 8192, 32768)
     return [claim(f"sglang_{name}_h200", f"ours_host_hit_over_hicache_{size}") for size in lengths]
-
-
-def sglang_turns() -> dict[tuple[float, int], float]:
-    """Turns of the default over HiCache's, by size of the host and length of answers."""
-    found = sglang_chats("sglang_serving_1x_h200", "sglang_serving_2x_h200")
-    return {
-        (host, answer): row["turns_per_second"] / found[host, answer, "hicache"]["turns_per_second"]
-        for (host, answer, name), row in found.items()
-        if name == "ours"
-    }
 
 
 def sglang_chats(*names: str) -> dict[tuple[float, int, str], Row]:

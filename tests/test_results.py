@@ -76,6 +76,8 @@ def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> No
     [
         "vllm_ttft_0320_h200",
         "vllm_ttft_0320_latest_h200",
+        "vllm_ttft_0320_alone_h200",
+        "sglang_ttft_alone_h200",
         "vllm_lossless_0320_h200",
         "vllm_lossless_0320_latest_h200",
         "sglang_ttft_h200",

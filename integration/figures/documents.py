@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from integration.figures import copies, lossless, scheduler, sglang, simulation, vllm
+from integration.figures import copies, lossless, newest, scheduler, sglang, simulation, vllm
 from integration.figures.reference import TABLES
 from integration.figures.results import ROOT, read
 
@@ -23,6 +23,7 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "sglang_chats": (tuple(f"sglang_serving_{host}_h200" for host in ("1x", "2x")), sglang.chats),
     "sglang_chats_turns": (tuple(f"sglang_serving_turns_{host}_h200" for host in ("05x", "1x", "2x")), sglang.chats),
     "sglang_misses": ("sglang_misses_h200", sglang.misses),
+    "sglang_ttft_alone": ("sglang_ttft_alone_h200", sglang.host_hits),
     "sglang_ttft": ("sglang_ttft_h200", sglang.host_hits),
     "copies": ("copies_h200", copies.scattered),
     "copies_h100": ("copies_h100", copies.scattered),
@@ -38,6 +39,9 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "regimes_choice": ("vllm_regimes_choice_0320_h200", vllm.regimes),
     "regimes_0320": ("vllm_regimes_0320_h200", vllm.regimes),
     "older_chats": ("vllm_serving_older_h200", vllm.older_chats),
+    "newest": (newest.RESULTS, newest.table),
+    "regimes_choice_075x": ("vllm_regimes_choice_075x_0320_h200", vllm.regimes),
+    "ttft_alone": ("vllm_ttft_0320_alone_h200", vllm.host_hits),
     "ttft_0320": ("vllm_ttft_0320_h200", vllm.host_hits),
 }
 """By the name in a document: the result, or several, and what writes its lines."""
