@@ -227,6 +227,24 @@ class FolderLayout:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
 
+def warn_of_small_disk(root: Path, capacity: int) -> None:
+    """Say so where the file system is smaller than `capacity`: once it is full nothing new is kept, and what is there
+    is not let go of for it. A disk that does not say is not told of."""
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return
+    size = found.f_blocks * found.f_frsize
+    if 0 < size < capacity:
+        logger.warning(
+            "storage.capacity=%d is more than the %d bytes of the file system of %s: when that is full nothing new is "
+            "kept; give less, so that what was used longest ago goes instead",
+            capacity,
+            size,
+            root,
+        )
+
+
 def _make_folder(path: str) -> None:
     try:
         os.mkdir(path, 0o700)

@@ -375,9 +375,7 @@ def test_a_file_that_may_not_be_read_is_a_miss(store: FilesystemStorage, monkeyp
     assert get(store, keys_of("a", 2)) == [True] * 2
 
 
-def test_a_folder_that_is_deleted_under_us_is_empty(
-    store: FilesystemStorage, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_folder_that_is_deleted_under_us_is_empty(store: FilesystemStorage, caplog: pytest.LogCaptureFixture) -> None:
     put(store, keys_of("a"))
     store.recovered.result(SECONDS)  # else it makes folders again while they are being deleted
     shutil.rmtree(store.folder.layout.root)

@@ -75,7 +75,7 @@ def test_a_disk_that_fills_up_loses_writes_and_nothing_else(disk: Path, caplog: 
     store.close()
 
 
-def test_a_disk_that_is_unmounted_is_not_replaced_by_the_one_below(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unmounted_disk_is_not_replaced_by_the_one_below(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Which may be the system's own, and was not meant. When it is back all of it is, and what is new is written."""
     store = open_store(disk / "store", capacity=DISK_BYTES // 2)
     store.recovered.result(SECONDS)
