@@ -104,14 +104,7 @@ class FolderLayout:
         system's own, and `capacity` more than it holds. Raises ForeignFolderError and OSError."""
         if self._device is None or self.is_ours():
             return
-        place = self.root
-        while True:
-            try:
-                device = os.stat(place).st_dev
-                break
-            except FileNotFoundError:
-                place = place.parent
-        if device != self._device:
+        if _device_of(self.root) != self._device:
             raise ForeignFolderError(
                 f"the file system that {self.root} lay on is gone, and nothing is written to the one below: mount it "
                 "again, or start the engine anew to use what is there now"
@@ -225,6 +218,14 @@ class FolderLayout:
                     raise self._timeout() from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _device_of(path: Path) -> int:
+    """Of the file system that a path lies on, or would lie on if it were made. Raises OSError."""
+    for place in (path, *path.parents):
+        with suppress(FileNotFoundError):
+            return os.stat(place).st_dev
+    raise FileNotFoundError(f"nothing is there of {path}")
 
 
 def warn_of_small_disk(root: Path, capacity: int) -> None:
