@@ -199,12 +199,17 @@ def open_storage(
         return CheckedStorage(config.kind, inner, digest, block_bytes, check=check)
     from .storage.filesystem.backend import FilesystemStorage
     from .storage.filesystem.identities import note_identity
+    from .storage.filesystem.layout import warn_of_small_disk
 
     try:
         path = Path(config.path).expanduser()
         storage = FilesystemStorage(path, digest, block_bytes, config.capacity, check=check)
     except (OSError, ValueError, RuntimeError) as error:  # the last where `~` is nobody's
-        raise ConfigError(f"storage at {shown(config.path)} cannot be used: {shortened(str(error))}") from error
+        reason = shortened(str(error))
+        if isinstance(error, OSError) and error.errno is not None:  # the system's, which knows of no setting
+            reason += "; give storage.path a folder that this user may write to, or one that can be made"
+        raise ConfigError(f"storage at {shown(config.path)} cannot be used: {reason}") from error
+    warn_of_small_disk(path, config.capacity)
     note_identity(path, digest, parts)
     return storage
 

@@ -200,6 +200,12 @@ def test_a_folder_of_nobody_is_refused() -> None:
     worker.shutdown()
 
 
+@pytest.mark.parametrize("key", ["storage", "peer", "admin", "tenants"])
+def test_an_object_that_is_null_is_as_if_left_out(key: str) -> None:
+    """The page of the settings says that the default is none."""
+    assert Config.from_mapping({key: None}) == Config()
+
+
 def test_the_defaults_are_valid_and_keep_the_host_tier_off() -> None:
     config = Config()
     assert config.host_memory == 0

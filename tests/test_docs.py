@@ -387,3 +387,14 @@ def test_a_benchmark_that_is_none_is_named_before_anything_is_installed(tmp_path
     child = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert child.returncode == 2
     assert child.stderr.splitlines()[0] == "no benchmark typo: see integration/bench"
+
+
+@pytest.mark.parametrize(("status", "is_well"), [(0, True), (1, False), (5, True)])
+@pytest.mark.parametrize("target", ["test-vllm", "test-sglang"])
+def test_an_engine_that_has_no_test_of_a_name_does_not_end_make(target: str, status: int, is_well: bool) -> None:
+    """`make test ARGS="-k NAME"` gives it to each of them; pytest ends with 5 where it chooses none."""
+    old = [f"--old-file={name}" for name in ("model", "vllm", "sglang")]
+    tests = [f"{name}=bash -c 'exit {status}'" for name in ("run_vllm_tests", "run_sglang_tests")]
+    command = ["make", *old, target, "ARGS=-k nosuch", *tests]
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))}
+    assert (subprocess.run(command, cwd=ROOT, env=environ, capture_output=True).returncode == 0) is is_well

@@ -27,7 +27,7 @@ from .page import Page, Show, show_nobody
 from .plot import plot_ttft
 from .runner import LlamaModel, LocalRunner
 from .scheduler import Scheduler
-from .turns import ABOUT, DEVICE_ONLY, NO_CACHE, Turn, print_statistics, print_turn, tiers_of
+from .turns import ABOUT, DEVICE_ONLY, NO_CACHE, Turn, print_progress, print_statistics, print_turn, tiers_of
 from .workload import Chat, ChatTokenizer, make_chats
 
 
@@ -92,11 +92,13 @@ def run(options: argparse.Namespace, show: Show) -> int:
     policies = [options.policy] if options.policy else [policy.value for policy in WritePolicy]
     print(f"SmolLM2-135M-Instruct (fp32) on {hardware()['gpu'] or hardware()['cpu']}")
     print(f"{options.users} users, documents of about {options.document_tokens} tokens; {_fit(options, model)}\n")
+    print("medians over the users; in brackets the soonest first token and the latest")
     print("turn  cache                    prompt  device hit  host hit  computed   TTFT ms (min..max)     vs no cache")
     ways = (NO_CACHE, DEVICE_ONLY, *policies)
     engines = {way: make_engine(options, model, way) for way in ways}
     show_beginning(options, model, ways, show)
-    for engine in engines.values():
+    for way, engine in engines.items():
+        print_progress(f"      {way}: a first request, which does not count")
         warm_up(engine, forget=not options.storage)
     turns: list[Turn] = []
     for number in range(options.turns):
@@ -106,6 +108,7 @@ def run(options: argparse.Namespace, show: Show) -> int:
         for turn in ask_all(engines, chats, number, tuple(turns), options.answer_tokens):
             turns.append(turn)
             show_turn(turn, chats[turn.user], tokenizer, engines[turn.way], model, show)
+        print_progress()
         print_turn([turn for turn in turns if turn.turn == number])
     for way, engine in engines.items():
         print_statistics(way, engine)
@@ -184,6 +187,7 @@ def ask_all(
     previous = {(turn.way, turn.user): turn for turn in before if turn.turn == number - 1}
     for user, chat in enumerate(chats):
         for way, engine in engines.items():
+            print_progress(f"{number + 1:4}  {way}: user {user + 1} of {len(chats)} asks")
             last = previous.get((way, user))
             prompt = chat.prompt(number, last.prompt, last.answer) if last else chat.prompt(number)
             (request,) = engine.generate([prompt], answer_tokens)

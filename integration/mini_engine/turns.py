@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -41,6 +42,12 @@ class Turn:
         row = asdict(self)
         del row["answer"], row["prompt"]
         return row | {"prompt_tokens": len(self.prompt)}
+
+
+def print_progress(text: str = "") -> None:
+    """On a terminal, what is being waited for, in one line that the next one replaces; nothing elsewhere."""
+    if sys.stdout.isatty():
+        print(f"\r\x1b[K{text}", end="", flush=True)
 
 
 def print_turn(turns: Sequence[Turn]) -> None:

@@ -44,6 +44,13 @@ def test_bad_settings_are_named(tmp_path: Path, settings: dict[str, Any], words:
     assert words in refusal(tmp_path, kv_transfer_config=transfer_config(settings))
 
 
+def test_bad_settings_are_named_before_anything_is_started() -> None:
+    """Where CUDA graphs are full, vLLM asks this of the class while it reads its own options."""
+    with pytest.raises(ConfigError, match="did you mean 'host_memory'"):
+        TieredKVConnector.requires_piecewise_for_cudagraph({"host_memry": "1GiB"})
+    assert not TieredKVConnector.requires_piecewise_for_cudagraph({"host_memory": "1GiB"})
+
+
 def test_host_memory_has_no_default(tmp_path: Path) -> None:
     assert 'such as {"host_memory": "64GiB"}' in refusal(tmp_path, kv_transfer_config=CONNECTOR)
 

@@ -36,6 +36,8 @@ class TenantConfig:
 
 def tenants_of(given: object) -> Mapping[str, TenantConfig]:
     """Tenants by name, from a parsed JSON object. Raises ConfigError."""
+    if given is None:  # as of the other settings that are objects
+        return {}
     if not isinstance(given, Mapping):
         raise ConfigError(f'tenants={shown(given)} is not an object: give one such as {{"team-a": {{"weight": 3}}}}')
     if len(given) > _MOST_TENANTS:

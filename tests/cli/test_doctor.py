@@ -176,26 +176,6 @@ def test_whether_a_limit_holds_is_tried_on_one_page(monkeypatch: pytest.MonkeyPa
     assert mapped == [mmap.PAGESIZE] and limits == [(0, 128 << 10), (64 << 10, 128 << 10)]
 
 
-def test_the_least_limit_of_all_cgroups_counts(tmp_path: Path) -> None:
-    """Of both kinds of hierarchies, and of those above."""
-    own = tmp_path / "own"
-    unified = tmp_path / "cgroup/kube/pod"
-    unified.mkdir(parents=True)
-    (unified / "memory.max").write_text("max\n")
-    (unified.parent / "memory.max").write_text(f"{8 << 30}\n")
-    (unified.parent / "memory.current").write_text(f"{1 << 30}\n")
-    own.write_text("0::/kube/pod\n")
-    assert memory.cgroup_memory(tmp_path / "cgroup", own) == (8 << 30, 1 << 30)
-    older = tmp_path / "cgroup/memory/docker"
-    older.mkdir(parents=True)
-    (older / "memory.limit_in_bytes").write_text(f"{2 << 30}\n")
-    own.write_text("4:cpu,memory:/docker\n0::/kube/pod\n")
-    assert memory.cgroup_memory(tmp_path / "cgroup", own) == (2 << 30, 0)
-    (older / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    own.write_text("4:memory:/docker\n")
-    assert memory.cgroup_memory(tmp_path / "cgroup", own) == (None, 0)
-
-
 def test_host_memory_that_the_machine_does_not_have_is_a_problem(capsys: pytest.CaptureFixture[str]) -> None:
     found = {finding.name: finding for finding in memory.look(1 << 50, None)}
     assert found["memory of the machine"].status is Status.PROBLEM

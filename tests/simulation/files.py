@@ -438,4 +438,5 @@ def _parts(path: object) -> list[str]:
 def _status(node: File | Folder) -> Any:
     size = len(node.data) if isinstance(node, File) else 0
     mode = stat.S_IFREG | 0o600 if isinstance(node, File) else stat.S_IFDIR | 0o700
-    return SimpleNamespace(st_size=size, st_mtime_ns=node.mtime_ns, st_mtime=node.mtime_ns / 1e9, st_mode=mode)
+    times = {"st_mtime_ns": node.mtime_ns, "st_mtime": node.mtime_ns / 1e9}
+    return SimpleNamespace(st_size=size, st_mode=mode, st_dev=1, **times)

@@ -9,6 +9,7 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...machine import cgroup_memory, machine_memory
 from ..text import size_text
 from .finding import Finding, ok, problem, warning
 
@@ -16,14 +17,14 @@ LEAST_SHM = 1 << 30
 """What NCCL, UCX and engines of several ranks have use for; Docker gives 64 MiB."""
 _SPARE = 0.9
 """The share of a machine's memory, or of a container's, that a host pool may take: engine and kernel need the rest."""
-_UNLIMITED = 1 << 60  # kernels write unlimited as a number above any machine
 
 
 def look(host_memory: int, is_pinned: bool | None) -> Iterator[Finding]:
     """`host_memory`: bytes that an engine will have, 0 if not given. `is_pinned`: whether CUDA has locked
     memory of ours just now; None without a GPU."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield _room("memory of the machine", total, host_memory, f"give host_memory at most {size_text(_SPARE * total)}")
+    total, free = machine_memory()
+    fix = f"give host_memory at most {size_text(_SPARE * free)}, or end what else takes memory here"
+    yield _room("memory of the machine", total, host_memory, fix, total - free)
     limit, used = cgroup_memory()
     if limit is None:
         yield ok("memory of the container (cgroup)", "unlimited")
@@ -40,30 +41,6 @@ def _room(name: str, total: int, host_memory: int, fix: str, used: int = 0) -> F
         return ok(name, value)
     limit = f"{size_text(host_memory)} of host_memory within {_SPARE:.0%} of what is free"
     return ok(name, value, limit) if host_memory <= _SPARE * (total - used) else problem(name, value, limit, fix)
-
-
-def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> tuple[int | None, int]:
-    """The least limit of this process's cgroup and those above it, None for none, and the bytes used there."""
-    found: list[tuple[int, int]] = []
-    for line in _read(own).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers:
-            found += _limits(root, path, "memory.max", "memory.current")
-        elif "memory" in controllers.split(","):
-            found += _limits(root / "memory", path, "memory.limit_in_bytes", "memory.usage_in_bytes")
-    return min(found) if found else (None, 0)
-
-
-def _limits(root: Path, path: str, limit: str, used: str) -> Iterator[tuple[int, int]]:
-    """Of a cgroup and all above it, as far as they can be seen: within a container the root is its own."""
-    folder = root / path.lstrip("/")
-    for place in (folder, *folder.parents):
-        text = _read(place / limit).strip()
-        if text.isdigit() and int(text) < _UNLIMITED:
-            current = _read(place / used).strip()
-            yield int(text), int(current) if current.isdigit() else 0
-        if place == root:
-            return
 
 
 def locked_memory(host_memory: int, is_pinned: bool | None) -> Finding:
@@ -119,10 +96,3 @@ def shared_memory(folder: Path) -> Finding:
     size, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     value = f"{size_text(size)}, {size_text(free)} free"
     return ok(name, value, limit) if free >= LEAST_SHM else warning(name, value, limit, fix)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -78,6 +78,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker_role = WorkerRole(config, shape, identity, read_backend(vllm_config))
 
     @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No: a full graph is replayed behind its load. With such graphs, the default on GPUs, vLLM asks before it
+        starts anything, so what is wrong in the settings is told here, and not minutes later in front of a model that
+        was loaded in vain. Raises ConfigError."""
+        Config.from_mapping(extra_config or {})
+        return False
+
+    @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
         """Asked by vLLM 0.33 and newer. After a sleep the cache is at the same addresses, which is all that copies use,
         but in other physical memory, which a NIC's registration does not follow."""

@@ -57,6 +57,7 @@ class FolderLayout:
         self.index = root / "index"
         self._marker = root / f"{_MARKER}{FORMAT}"
         self._turn = threading.Lock()
+        self._device: int | None = None  # of the file system that it lay on when it was last claimed
         # Seconds in which threads of ours were within, and since when one is. In one: it is read without the lock.
         self._within: tuple[float, float | None] = 0.0, None
 
@@ -82,7 +83,8 @@ class FolderLayout:
 
     def claim(self) -> None:
         """Make the folder ours, for this user only, where it is not yet. Raises ForeignFolderError where it is somebody
-        else's, and OSError."""
+        else's, or where its file system has gone since it was claimed, and OSError."""
+        self._require_same_device()
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.is_ours():
             others = sorted(name for name in os.listdir(self.root) if not self._is_left(name))
@@ -95,6 +97,19 @@ class FolderLayout:
                 os.close(descriptor)
         for path in (*self._sub_folders(), str(self.temporaries)):  # where the last is there, all are
             _make_folder(path)
+        self._device = os.stat(self.root).st_dev
+
+    def _require_same_device(self) -> None:
+        """A folder that was deleted is made anew, but not on the disk below a mount that is gone: it may be the
+        system's own, and `capacity` more than it holds. Raises ForeignFolderError and OSError."""
+        if self._device is None or self.is_ours():
+            return
+        if _device_of(self.root) != self._device:
+            raise ForeignFolderError(
+                f"the file system that {self.root} lay on is gone, and nothing is written to the one below: mount it "
+                "again, or start the engine anew to use what is there now"
+            )
+        logger.warning("%s was deleted or moved while it was in use: it is made anew, with nothing in it", self.root)
 
     def _is_left(self, name: str) -> bool:
         """Whether this entry of a folder without our marker is nobody's: what a file system makes, or an empty folder
@@ -151,8 +166,8 @@ class FolderLayout:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Within, no other thread or process is. Makes the folder anew where it was deleted. Raises OSError, and
-        TimeoutError where another process is within and does not leave.
+        """Within, no other thread or process is. Makes the folder anew where it was deleted. Raises OSError, also
+        where its file system is gone, and TimeoutError where another process is within and does not leave.
 
         A thread of this process that is within is waited for as long as it takes: it may well need minutes, as to list
         a large folder beside a thread that never rests, and who gave up would have lost a batch for nothing. The time
@@ -203,6 +218,32 @@ class FolderLayout:
                     raise self._timeout() from None
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _device_of(path: Path) -> int:
+    """Of the file system that a path lies on, or would lie on if it were made. Raises OSError."""
+    for place in (path, *path.parents):
+        with suppress(FileNotFoundError):
+            return os.stat(place).st_dev
+    raise FileNotFoundError(f"nothing is there of {path}")
+
+
+def warn_of_small_disk(root: Path, capacity: int) -> None:
+    """Say so where the file system is smaller than `capacity`: once it is full nothing new is kept, and what is there
+    is not let go of for it. A disk that does not say is not told of."""
+    try:
+        found = os.statvfs(root)
+    except OSError:
+        return
+    size = found.f_blocks * found.f_frsize
+    if 0 < size < capacity:
+        logger.warning(
+            "storage.capacity=%d is more than the %d bytes of the file system of %s: when that is full nothing new is "
+            "kept; give less, so that what was used longest ago goes instead",
+            capacity,
+            size,
+            root,
+        )
 
 
 def _make_folder(path: str) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import logging
 import weakref
 
 import torch
 
 from ...errors import ConfigError
+from ...machine import cgroup_memory, machine_memory
 from . import numa
 from .host_share import ALONE, HostShare
 from .pinning import Pinner
+
+logger = logging.getLogger("kv_connector.transfer")
 
 PIN_PIECE_BYTES = 256 << 20
 """Host memory is registered in pieces of about this many bytes: 0.14 s each on an H200 host (2026-11-21)."""
@@ -41,7 +44,8 @@ class HostPool:
         pin_piece_bytes: int = PIN_PIECE_BYTES,
         share: HostShare = ALONE,
     ) -> None:
-        """Reserve the memory. Raises ConfigError where the machine has less, or for an impossible size."""
+        """Reserve the memory. Raises ConfigError where the machine or the container has less, or for an impossible
+        size."""
         if num_blocks < 1 or block_bytes < 1:
             raise ConfigError(f"host pool of {num_blocks} blocks of {block_bytes} bytes: give at least one of each")
         num_bytes = num_blocks * block_bytes
@@ -134,9 +138,22 @@ class HostPool:
 
 
 def _check_machine(num_bytes: int) -> None:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total, free = machine_memory()
     if num_bytes > total:
         raise ConfigError(
             f"host_memory: {num_bytes} bytes are asked for and the machine has {total}: lower host_memory, "
             "leaving room for the engine's own memory"
+        )
+    limit, _ = cgroup_memory()
+    if limit is not None and num_bytes > limit:
+        raise ConfigError(
+            f"host_memory: {num_bytes} bytes are asked for and the container may have {limit}: raise its memory limit "
+            "to that and what the engine takes without it, or lower host_memory"
+        )
+    if num_bytes > free:
+        logger.warning(
+            "host_memory: %d bytes are asked for and %d are free here: the system may end the engine, or others, when "
+            "they are used; lower host_memory, or end what else takes memory",
+            num_bytes,
+            free,
         )

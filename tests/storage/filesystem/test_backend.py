@@ -375,7 +375,7 @@ def test_a_file_that_may_not_be_read_is_a_miss(store: FilesystemStorage, monkeyp
     assert get(store, keys_of("a", 2)) == [True] * 2
 
 
-def test_a_folder_that_is_deleted_under_us_is_empty(store: FilesystemStorage) -> None:
+def test_a_folder_that_is_deleted_under_us_is_empty(store: FilesystemStorage, caplog: pytest.LogCaptureFixture) -> None:
     put(store, keys_of("a"))
     store.recovered.result(SECONDS)  # else it makes folders again while they are being deleted
     shutil.rmtree(store.folder.layout.root)
@@ -383,6 +383,9 @@ def test_a_folder_that_is_deleted_under_us_is_empty(store: FilesystemStorage) ->
     assert exists(store, keys_of("a")) == 0
     assert all(put(store, keys_of("a")))
     assert all(get(store, keys_of("a")))
+    assert [record.message.partition(" was ")[2] for record in caplog.records] == [
+        "deleted or moved while it was in use: it is made anew, with nothing in it"
+    ]
 
 
 def test_a_clock_that_goes_back_spoils_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

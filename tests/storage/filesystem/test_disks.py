@@ -75,6 +75,29 @@ def test_a_disk_that_fills_up_loses_writes_and_nothing_else(disk: Path, caplog: 
     store.close()
 
 
+def test_an_unmounted_disk_is_not_replaced_by_the_one_below(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Which may be the system's own, and was not meant. When it is back all of it is, and what is new is written."""
+    store = open_store(disk / "store", capacity=DISK_BYTES // 2)
+    store.recovered.result(SECONDS)
+    assert all(put(store, keys_of("a")))
+    kept = disk.parent / "kept"
+    kept.mkdir()
+    subprocess.run(["mount", "--bind", disk, kept], check=True)
+    try:
+        subprocess.run(["umount", "--lazy", disk], check=True)
+        assert not any(put(store, keys_of("b")))
+        assert not any(get(store, keys_of("b")))
+        assert not list(disk.iterdir()), "it wrote to what lies below"
+        assert f"the file system that {disk / 'store'} lay on is gone" in caplog.text
+        assert len(caplog.records) == 1
+        subprocess.run(["mount", "--bind", kept, disk], check=True)
+        assert all(put(store, keys_of("c")))
+        assert all(get(store, keys_of("a"))) and all(get(store, keys_of("c")))
+        store.close()
+    finally:
+        subprocess.run(["umount", "--lazy", kept], check=True)
+
+
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A folder that another user can reach."""

@@ -47,6 +47,27 @@ def test_an_engine_says_so_when_it_starts(theirs: Path) -> None:
         build_worker(config).register_kv_caches({"layers.0": torch.zeros(4, 2, 16, 64)}, 4)
 
 
+def test_a_file_for_a_folder_is_told_with_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = Config(host_memory=16 << 12, storage=StorageConfig(path=str(tmp_path / "file"), capacity=CAPACITY))
+    with pytest.raises(ConfigError, match=r"file' cannot be used: .*; give storage.path a folder that this user may"):
+        build_worker(config).register_kv_caches({"layers.0": torch.zeros(4, 2, 16, 64)}, 4)
+
+
+@pytest.mark.parametrize("is_larger", [False, True])
+def test_a_capacity_that_no_disk_here_has_is_told(
+    tmp_path: Path, is_larger: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing would be let go of when it is full."""
+    found = os.statvfs(tmp_path)
+    capacity = found.f_blocks * found.f_frsize + (1 if is_larger else 0)
+    config = Config(host_memory=16 << 12, storage=StorageConfig(path=str(tmp_path / "store"), capacity=capacity))
+    worker = build_worker(config)
+    worker.register_kv_caches({"layers.0": torch.zeros(4, 2, 16, 64)}, 4)
+    worker.shutdown()
+    assert (f"storage.capacity={capacity} is more than the {capacity - 1} bytes" in caplog.text) is is_larger
+
+
 @pytest.mark.parametrize(
     "command", [["stat"], ["ls"], ["verify"], ["verify", "--delete"], ["gc", "--capacity", "0"], ["rm", "--all"]]
 )

@@ -91,6 +91,23 @@ def test_more_than_the_machine_has_is_refused() -> None:
         HostPool.sized(1 << 60, BLOCK)
 
 
+def test_more_than_the_container_may_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be ended when the memory is used, with no word of why."""
+    monkeypatch.setattr(host_pool, "cgroup_memory", lambda: (6 * BLOCK, 0))
+    assert HostPool.sized(6 * BLOCK, BLOCK).num_blocks == 6
+    with pytest.raises(ConfigError, match=rf"{7 * BLOCK} bytes .*container may have {6 * BLOCK}: raise .*or lower"):
+        HostPool.sized(7 * BLOCK, BLOCK)
+
+
+def test_more_than_is_free_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """It may be free by the time that it is used."""
+    monkeypatch.setattr(host_pool, "machine_memory", lambda: (9 * BLOCK, 6 * BLOCK))
+    HostPool.sized(6 * BLOCK, BLOCK)
+    assert not caplog.records
+    HostPool.sized(7 * BLOCK, BLOCK)
+    assert f"{7 * BLOCK} bytes are asked for and {6 * BLOCK} are free here" in caplog.text
+
+
 def test_close_is_idempotent_and_leaves_views_alone() -> None:
     pool = HostPool(2, BLOCK)
     view = pool.tensor[1]
