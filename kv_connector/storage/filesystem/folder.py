@@ -9,6 +9,7 @@ journal's lock while that is read or written, in it the catalog's lock, under wh
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -71,6 +72,7 @@ class PackFolder:
         self._read_lock = threading.Lock()
         self._read: dict[str, Pack] = {}  # since `_told_ns`, when the folder was told
         self._told_ns = 0
+        self._may_evict = True  # on a full disk: see `_new_file`
 
     def recover(self) -> None:
         """Take in what lies there, and see to it that the next start is quick. Raises OSError."""
@@ -129,7 +131,7 @@ class PackFolder:
                 result.evicted_blocks += self._make_room(taken + room - self._capacity)
                 try:
                     fits = taken + self.catalog.used_bytes + room <= self._capacity
-                    result.files.append(self._temporaries.new(size) if fits else None)
+                    result.files.append(self._new_file(size, result) if fits else None)
                 except OSError as error:
                     result.files.append(None)
                     result.error = error
@@ -160,6 +162,21 @@ class PackFolder:
         except OSError:
             return self.catalog.hide(pack)
         return self.catalog.forget(pack.name)
+
+    def _new_file(self, size: int, result: Reservation) -> Temporary:
+        """Evicts on a full disk as where the capacity is reached; twice that size, as other files grow too. Where that did
+        not help, somebody else takes the room, and nothing more is evicted for it before a file was made. Raises
+        OSError."""
+        try:
+            made = self._temporaries.new(size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._may_evict:
+                raise
+            self._may_evict = False
+            result.evicted_blocks += self._make_room(2 * size - self.catalog.used_bytes)
+            made = self._temporaries.new(size)
+        self._may_evict = True
+        return made
 
     def _tell(self, packs: Iterable[Pack], now: int) -> None:
         """Others, and the next start, when these were used; of those that nobody knows any more, now."""

@@ -229,8 +229,8 @@ def _device_of(path: Path) -> int:
 
 
 def warn_of_small_disk(root: Path, capacity: int) -> None:
-    """Say so where the file system is smaller than `capacity`: once it is full nothing new is kept, and what is there
-    is not let go of for it. A disk that does not say is not told of."""
+    """Log where the file system is smaller than `capacity`: it will be full, for everybody who writes to it. A disk
+    that does not say its size is not logged."""
     try:
         found = os.statvfs(root)
     except OSError:
@@ -238,8 +238,8 @@ def warn_of_small_disk(root: Path, capacity: int) -> None:
     size = found.f_blocks * found.f_frsize
     if 0 < size < capacity:
         logger.warning(
-            "storage.capacity=%d is more than the %d bytes of the file system of %s: when that is full nothing new is "
-            "kept; give less, so that what was used longest ago goes instead",
+            "storage.capacity=%d is more than the %d bytes of the file system of %s: it will be full, for others who "
+            "write to it too; give less",
             capacity,
             size,
             root,

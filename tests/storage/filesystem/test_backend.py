@@ -265,22 +265,23 @@ def test_a_header_is_what_it_says_or_nothing() -> None:
     assert len(PackHeader(IDENTITY, BLOCK, tuple(keys_of("a", MAX_BLOCKS)), (bytes(4),) * MAX_BLOCKS).encode()) <= 40960
 
 
-def test_a_full_disk_loses_the_write_and_nothing_else(
+def test_where_eviction_does_not_help_on_a_full_disk_the_writes_are_lost_and_nothing_else(
     store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     store.recovered.result(SECONDS)  # it opens files, too
-    put(store, keys_of("a"))
+    for name in "abcd":
+        assert all(put(store, keys_of(name)))
     monkeypatch.setattr(temporaries, "_allocate", full)
     descriptors = len(os.listdir("/proc/self/fd"))
     for turn in range(3):
         assert put(store, keys_of(turn)) == [False] * PER_PACK
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert all(get(store, keys_of("a")))
+    assert [all(get(store, keys_of(name))) for name in "abcd"] == [False, False, True, True], "it was tried once"
     monkeypatch.undo()
-    assert all(put(store, keys_of("b")))
+    assert all(put(store, keys_of("e")))
     assert store.stats()["failed_writes_blocks"] == 3 * PER_PACK
     assert len(caplog.records) == 1
     assert not list((store.folder.layout.root / "tmp").iterdir())
