@@ -42,15 +42,7 @@ def fingerprint_of(path: Path) -> str | None:
     folder = path.parent if path.is_file() else path
     if folder.parent.name == "snapshots" and _COMMIT.fullmatch(folder.name):
         return f"commit {folder.name}"
-    if path.is_file():
-        weights, settings = [path], []
-    elif path.is_dir():
-        with os.scandir(path) as entries:
-            files = sorted(Path(entry) for entry in entries if entry.is_file())
-        weights = [file for file in files if file.name.endswith(_WEIGHTS)]
-        settings = [file for file in files if _SETTINGS.fullmatch(file.name)]
-    else:
-        return None
+    weights, settings = _files(path)
     if not weights:
         return None
     digest = hashlib.sha256()
@@ -60,6 +52,28 @@ def fingerprint_of(path: Path) -> str | None:
     num_bytes = sum(file.stat().st_size for file in weights)
     count = "1 file" if len(weights) == 1 else f"{len(weights)} files"
     return f"{count} of {num_bytes} bytes, {digest.hexdigest()[:32]}"
+
+
+def changes_of(path: Path) -> tuple[tuple[str | int, ...], ...]:
+    """What the file system says of the files that `fingerprint_of` reads, which it does not: while this stays, they do.
+    Empty where there are none. Raises OSError where something cannot be looked at."""
+    found = []
+    for file in (file for files in _files(path) for file in files):
+        status = file.stat()
+        found.append((file.name, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return tuple(found)
+
+
+def _files(path: Path) -> tuple[list[Path], list[Path]]:
+    """Of weights and of settings; none where nothing is there."""
+    if path.is_file():
+        return [path], []
+    if not path.is_dir():
+        return [], []
+    with os.scandir(path) as entries:
+        files = sorted(Path(entry) for entry in entries if entry.is_file())
+    weights = [file for file in files if file.name.endswith(_WEIGHTS)]
+    return weights, [file for file in files if _SETTINGS.fullmatch(file.name)]
 
 
 def _weights(path: Path, num_pages: int) -> bytes:

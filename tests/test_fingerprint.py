@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_connector.fingerprint import fingerprint_of
+from kv_connector.fingerprint import changes_of, fingerprint_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -126,3 +126,26 @@ def _bytes_read() -> int:
     """By this process, by all its calls."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
+
+
+@pytest.mark.parametrize("change", ["time", "content", "fewer", "more", "settings"])
+def test_a_change_is_seen_without_reading(model: Path, change: str) -> None:
+    """Also one that leaves times and sizes as they were; what decides nothing is not looked at."""
+    first = changes_of(model)
+    (model / "README.md").write_text("a good model")
+    assert changes_of(model) == first != ()
+    path = model / "model-1.safetensors"
+    status = path.stat()
+    if change == "content":
+        new = path.with_name("new")
+        new.write_bytes(bytes(status.st_size))
+        new.replace(path)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "time")))
+    if change == "fewer":
+        path.unlink()
+    elif change == "more":
+        (model / "other.bin").write_bytes(b"")
+    elif change == "settings":
+        (model / "config.json").write_text("{ }")
+    assert changes_of(model) != first
+    assert changes_of(model / "nowhere") == ()

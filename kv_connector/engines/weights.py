@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from ..fingerprint import fingerprint_of
+from ..fingerprint import changes_of, fingerprint_of
 
 logger = logging.getLogger("kv_connector.engines")
 
@@ -23,6 +23,14 @@ def local_fingerprint(name: str, revision: str | None = None, download_dir: str 
     except (OSError, ValueError) as error:
         logger.warning("the weights of %s cannot be read: %s", name, error)
         return None
+
+
+def local_changes(name: str) -> tuple[tuple[str | int, ...], ...]:
+    """Of the files at a path, see `changes_of`: empty where it is none, or cannot be looked at."""
+    try:
+        return changes_of(Path(name).expanduser())
+    except OSError:
+        return ()
 
 
 def named_weights(name: str, load_format: object, revision: str | None = None, download_dir: str | None = None) -> str:

@@ -61,7 +61,7 @@ class Disk:
 
     `slow`          factor on every wait for it
     `freeze, thaw`  it answers nobody; `thaw` lets it go on with what waits, in any order
-    `is_full`       nothing grows
+    `fill, is_full` nothing grows beyond what there is, or nothing at all, as somebody else takes what is deleted
     `error_rate`    share of calls that fail with EIO, of those in `error_calls` where any are; a read that fails has
                     moved its bytes
     `corrupt_rate`  share of writes of which a bit is flipped
@@ -78,11 +78,12 @@ class Disk:
         self.files.before = self._before
         self.files.after_write = self._after_write
         self.files.cut_short = self._cut_short
-        self.files.room = lambda num_bytes: not self.is_full
+        self.files.room = self._has_room
         self.seconds = (50e-6, 2e-3)
         """A batch waits between so many."""
         self.slow = 1.0
         self.is_full = False
+        self._most_bytes = 0  # that it holds while it is full
         self.error_rate = 0.0
         self.error_calls: tuple[str, ...] = ()
         self.corrupt_rate = 0.0
@@ -177,6 +178,10 @@ class Disk:
                 self.files.changed(above)
                 self.num_corrupted += 1
 
+    def fill(self) -> None:
+        self.is_full = True
+        self._most_bytes = self.rng.choice((0, self.files.used_bytes))
+
     def wipe(self) -> None:
         """Somebody deletes every folder, while they are used."""
         for entry in self.files.tree.entries.values():
@@ -191,6 +196,9 @@ class Disk:
         self.error_rate = self.corrupt_rate = self.short_rate = 0.0
         self.come_back()
         self.thaw()
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return not self.is_full or self.files.used_bytes + num_bytes <= self._most_bytes
 
     # For processes that use it.
 

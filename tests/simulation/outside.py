@@ -165,7 +165,7 @@ class Outside:
         elif name == "silent":
             disk.freeze()
         elif name == "full":
-            disk.is_full = True
+            disk.fill()
         elif name == "errors":
             disk.error_rate, disk.error_calls = rate, calls
         elif name == "corrupt":

@@ -211,7 +211,10 @@ class Machine:
         elif name == "thaw":
             disk.thaw()
         elif name == "full":
-            disk.is_full = not disk.is_full
+            if disk.is_full:
+                disk.is_full = False
+            else:
+                disk.fill()
         elif name == "errors":
             disk.error_rate = rng.choice((0.0, 0.01, 0.3, 1.0))
             disk.error_calls = rng.choice(((), (), ("write", "unlink"), ("preadv",)))

@@ -18,7 +18,7 @@ from vllm.distributed.utils import get_pp_indices
 
 from ...errors import ConfigError
 from ...index import CacheIdentity
-from ..weights import local_fingerprint
+from ..weights import local_changes, local_fingerprint
 from .groups import has_draft, layer_specs
 
 if TYPE_CHECKING:
@@ -95,26 +95,32 @@ def read_backend(vllm_config: VllmConfig) -> str:
 
 
 class Adapters:
-    """Fingerprints of LoRA adapters by request, as `Roots` needs them. Called from the scheduler's thread. An adapter's
-    files are read when its first request comes: vLLM has read them by then, or is about to. Blocks of adapters that
-    cannot be read, or whose weights changed under the same name, are found by this process alone: vLLM's own cache
-    distinguishes adapters by name (and path, in newer versions), so blocks computed after a hit there may depend on
-    either.
+    """Fingerprints of LoRA adapters by request, as `Roots` needs them. Called from the scheduler's thread.
+
+    An adapter's files are read when its first request comes: vLLM has read them by then, or is about to. They are read
+    again when they have changed by a later one: vLLM reads them anew, and does not tell, where other adapters have
+    taken its place meanwhile (`--max-cpu-loras`). Blocks of adapters that cannot be read, or whose weights changed
+    under the same name, are found by this process alone: vLLM's own cache distinguishes adapters by name (and path, in
+    newer versions), so blocks computed after a hit there may depend on either.
     """
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, str], str] = {}  # by what vLLM reads an adapter anew for
+        self._changes: dict[tuple[str, int, str], object] = {}  # of the files, when they were looked at
         self._first: dict[str, str] = {}  # by name
         self._unsure: set[str] = set()  # names
         self._nonce = secrets.token_hex(16)
 
     def __call__(self, request: Request) -> str:
-        """ "" where the request has no adapter. Files are looked at where an adapter is new, or is read in place."""
+        """ "" where the request has no adapter. Files are read where an adapter is new, has changed, or is read in
+        place."""
         lora = request.lora_request
         if lora is None:
             return ""
         key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        if key not in self._found or lora.load_inplace:
+        changes = local_changes(lora.lora_path) or self._changes.get(key)  # who is gone is not read anew
+        if key not in self._found or lora.load_inplace or changes != self._changes[key]:
+            self._changes[key] = changes
             self._found[key] = self._look(lora.lora_name, lora.lora_path)
         found = self._found[key]
         if self._first.setdefault(lora.lora_name, found) != found:

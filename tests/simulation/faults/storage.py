@@ -11,6 +11,7 @@ _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _READING = "kv_connector/scheduler/storage/reading.py"
 _FILESYSTEM = "kv_connector/storage/filesystem"
 _SIMULATED_DISK = "tests/simulation/test_disk.py"
+_BACKEND = "tests/storage/filesystem/test_backend.py"
 _DAMAGE = "tests/storage/filesystem/test_damage.py"
 _FOREIGN = "tests/storage/filesystem/test_foreign.py"
 _JOURNAL = "tests/storage/filesystem/test_journal.py"
@@ -641,5 +642,21 @@ STORAGE: tuple[Mutant, ...] = (
         "of threads that wait for another process some wait for as long as any come",
         (Patch(f"{_FILESYSTEM}/layout.py", "if self._seconds_outside() > deadline:", "if False:"),),
         tested(_LOCK),
+    ),
+    Mutant(
+        "full-disk-emptied",
+        "what is stored is evicted pack by pack on a disk whose room somebody else takes",
+        (Patch(f"{_FILESYSTEM}/folder.py", "            self._may_evict = False\n", ""),),
+        tested(f"{_BACKEND}::test_where_eviction_does_not_help_on_a_full_disk_the_writes_are_lost_and_nothing_else"),
+    ),
+    Mutant(
+        "full-disk-given-up",
+        "a disk that was full of others' files once keeps what it has for good",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py", "        self._may_evict = True\n        return made", "        return made"
+            ),
+        ),
+        tested("tests/storage/filesystem/test_disks.py::test_on_a_disk_that_is_full_what_was_used_longest_ago_goes"),
     ),
 )
