@@ -84,6 +84,7 @@ class Disk:
         self.slow = 1.0
         self.is_full = False
         self._most_bytes = 0  # that it holds while it is full
+        self._num_fills = 0
         self.error_rate = 0.0
         self.error_calls: tuple[str, ...] = ()
         self.corrupt_rate = 0.0
@@ -180,7 +181,8 @@ class Disk:
 
     def fill(self) -> None:
         self.is_full = True
-        self._most_bytes = self.rng.choice((0, self.files.used_bytes))
+        self._num_fills += 1
+        self._most_bytes = self.files.used_bytes if self._num_fills % 2 else 0
 
     def wipe(self) -> None:
         """Somebody deletes every folder, while they are used."""

@@ -164,8 +164,8 @@ class PackFolder:
         return self.catalog.forget(pack.name)
 
     def _new_file(self, size: int, result: Reservation) -> Temporary:
-        """Evicts on a full disk as where the capacity is reached; twice that size, as other files grow too. Where that did
-        not help, somebody else takes the room, and nothing more is evicted for it before a file was made. Raises
+        """Evicts on a full disk as where the capacity is reached, twice that size, as other files grow too. Where that
+        did not help somebody else takes the room, and nothing more is evicted for it before a file was made. Raises
         OSError."""
         try:
             made = self._temporaries.new(size)
