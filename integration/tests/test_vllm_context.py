@@ -11,7 +11,16 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.tests.vllm_engines import prompts
-from integration.tests.vllm_ranks import BLOCK_SIZE, KEEPS_COPIES, Group, Sizes, cache_of, config_of, sharing
+from integration.tests.vllm_ranks import (
+    BLOCK_SIZE,
+    KEEPS_COPIES,
+    Group,
+    Sizes,
+    cache_of,
+    config_of,
+    entries_of,
+    sharing,
+)
 from kv_connector.engines.vllm.groups import tokens_per_block
 from kv_connector.engines.vllm.identity import read_identity
 from kv_connector.errors import TransferError
@@ -177,7 +186,7 @@ def test_which_tokens_a_rank_has_is_named(tmp_path: Path) -> None:
     def settings(sizes: Sizes, older: int = 1) -> str:
         config = config_of(tmp_path, sizes, {})
         config.parallel_config.dcp_kv_cache_interleave_size = older
-        cache, _, hash_size = cache_of(config, [Group()], 60)
+        cache, _, hash_size = cache_of(config, entries_of([Group()]), 60)
         return read_identity(config, cache, hash_size).settings
 
     assert "context_parallel" not in settings(Sizes(4, 1))
@@ -191,7 +200,7 @@ def test_which_tokens_a_rank_has_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sizes", SHAPES, ids=name_of)
 def test_a_block_spans_what_vllm_says(tmp_path: Path, sizes: Sizes) -> None:
     config = config_of(tmp_path, sizes, {})
-    cache, scheduler_size, hash_size = cache_of(config, [Group()], 60)
+    cache, scheduler_size, hash_size = cache_of(config, entries_of([Group()]), 60)
     (group,) = cache.kv_cache_groups
     assert tokens_per_block(group.kv_cache_spec, config.parallel_config) == scheduler_size == hash_size
     assert hash_size == sizes.span

@@ -31,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheSpec,
     MLAAttentionSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -84,12 +85,33 @@ class Sizes:
 @dataclass(frozen=True)
 class Group:
     """Layers that share a block table; `is_shared_out` where ranks have a part of each block, else copies. Attention is
-    local to chunks of `chunk` tokens, if there are any. `is_latent`: MLA."""
+    local to chunks of `chunk` tokens, or to the last `window`, if there are any. `is_latent`: MLA. A layer keeps a row
+    for so many tokens as `tokens_per_row` says, one for each layer."""
 
     is_shared_out: bool = True
     chunk: int | None = None
     is_latent: bool = False
     num_layers: int = 2
+    window: int | None = None
+    block_size: int = BLOCK_SIZE
+    tokens_per_row: tuple[int, ...] = ()
+
+    def first_read(self, position: int) -> int:
+        """Of the positions whose rows the token at this one reads."""
+        if self.window is not None:
+            return max(0, position - self.window + 1)
+        return position // self.chunk * self.chunk if self.chunk is not None else 0
+
+
+def groups_of(entries: Sequence[KVCacheGroupSpec]) -> tuple[Group, ...]:
+    """What vLLM has made of a model's layers."""
+    groups = []
+    for entry in entries:
+        layers: list[Any] = [*getattr(entry.kv_cache_spec, "kv_cache_specs", {"": entry.kv_cache_spec}).values()]
+        (window,) = {getattr(spec, "sliding_window", None) for spec in layers}
+        rows = tuple(spec.tokens_per_state for spec in layers)
+        groups.append(Group(window=window, block_size=entry.kv_cache_spec.block_size, tokens_per_row=rows))
+    return tuple(groups)
 
 
 def config_of(folder: Path, sizes: Sizes, settings: Mapping[str, Any]) -> Any:
@@ -118,8 +140,8 @@ def config_of(folder: Path, sizes: Sizes, settings: Mapping[str, Any]) -> Any:
     return config
 
 
-def cache_of(config: Any, groups: Sequence[Group], num_blocks: int) -> tuple[KVCacheConfig, int, int]:
-    """The cache of each rank, and what a step's blocks and a hash have of tokens, as vLLM's core finds them."""
+def entries_of(groups: Sequence[Group]) -> list[KVCacheGroupSpec]:
+    """vLLM's groups of such layers."""
     numbers = itertools.count()
     entries = []
     for group in groups:
@@ -131,6 +153,11 @@ def cache_of(config: Any, groups: Sequence[Group], num_blocks: int) -> tuple[KVC
         else:
             spec = ChunkedLocalAttentionSpec(attention_chunk_size=group.chunk, **own)
         entries.append(KVCacheGroupSpec([f"layers.{next(numbers)}" for _ in range(group.num_layers)], spec))
+    return entries
+
+
+def cache_of(config: Any, entries: list[KVCacheGroupSpec], num_blocks: int) -> tuple[KVCacheConfig, int, int]:
+    """The cache of each rank, and what a step's blocks and a hash have of tokens, as vLLM's core finds them."""
     cache = KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=entries)
     config.cache_config.num_gpu_blocks = num_blocks
     scheduler_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
@@ -161,20 +188,26 @@ class Rank:
         self.connector = KVConnectorFactory.create_connector(
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=engine.cache
         )
-        shape = (engine.cache.num_blocks, BLOCK_SIZE, 8)
-        self.rows = {name: torch.full(shape, -1, dtype=torch.int64) for name in engine.layers}
+        self.rows = {
+            name: torch.full((engine.cache.num_blocks, group.block_size // of_row, 8), -1, dtype=torch.int64)
+            for group, names in zip(engine.groups, engine.names, strict=True)
+            for name, of_row in zip(names, group.tokens_per_row or itertools.repeat(1), strict=False)
+        }
         self.connector.register_kv_caches(self.rows)
 
-    def slots(self, group: int, table: Sequence[int], num_tokens: int) -> list[tuple[int, int, int]]:
-        """Position, block and place in it of each token that this rank has a row of, as vLLM's kernel maps them."""
+    def slots(self, group: Group, layer: int, table: Sequence[int], num_tokens: int) -> list[tuple[int, int, int]]:
+        """Position, block and place in it of each row that this rank has, as vLLM's kernel maps them: of its last
+        token, where it is of several."""
         sizes = self.engine.sizes
-        parts = sizes.num_parts if self.engine.groups[group].is_shared_out else 1
+        parts = sizes.num_parts if group.is_shared_out else 1
         part, run = self.part if parts > 1 else 0, sizes.interleave
+        of_row = group.tokens_per_row[layer] if group.tokens_per_row else 1
         found = []
-        for position in range(num_tokens):
-            index, offset = divmod(position, BLOCK_SIZE * parts)
+        for position in range(of_row - 1, num_tokens, of_row):
+            index, offset = divmod(position, group.block_size * parts)
             if offset // run % parts == part:
-                found.append((position, table[index], offset // (parts * run) * run + offset % run))
+                place = offset // (parts * run) * run + offset % run
+                found.append((position, table[index], place // of_row))
         return found
 
     def execute(self, output: Any) -> ModelRunnerOutput:
@@ -211,15 +244,16 @@ class Rank:
         )
 
     def _write(self, name: str, layer: int, request: Running, group: int) -> None:
-        for position, block, place in self.slots(group, request.tables[group], request.end):
+        entry, table = self.engine.groups[group], request.tables[group]
+        for position, block, place in self.slots(entry, layer, table, request.end):
             if position >= request.start:
                 self.rows[name][block, place] = request.words[position] + layer
 
     def _read(self, name: str, layer: int, request: Running, group: int) -> None:
         """Every row that attention would read of this rank is the one of these tokens."""
-        chunk = self.engine.groups[group].chunk
-        first = request.start // chunk * chunk if chunk is not None else 0
-        for position, block, place in self.slots(group, request.tables[group], request.end):
+        entry, table = self.engine.groups[group], request.tables[group]
+        first = entry.first_read(request.start)
+        for position, block, place in self.slots(entry, layer, table, request.end):
             if position < first:
                 continue
             row = self.rows[name][block, place].tolist()
@@ -255,17 +289,24 @@ class Engine:
         self,
         folder: Path,
         sizes: Sizes,
-        groups: Sequence[Group] = (Group(),),
+        groups: Sequence[Group] | Mapping[str, KVCacheSpec] = (Group(),),
         num_blocks: int = 120,
         finalizes_late: bool = False,
         **settings: Any,
     ) -> None:
+        """`groups`, or the layers of a model by name, which vLLM makes groups of."""
         self.sizes = sizes
-        self.groups = groups
         self.finalizes_late = finalizes_late
         settings = {"host_memory": "16MiB", "write_policy": "write_through"} | settings
         self.config = config_of(folder, sizes, settings)
-        self.cache, block_size, hash_size = cache_of(self.config, groups, num_blocks)
+        if isinstance(groups, Mapping):
+            self.config.cache_config.kv_cache_layout = "BLNHC"  # as such models need it
+            entries = kv_cache_utils.get_kv_cache_groups(self.config, dict(groups))
+            groups = groups_of(entries)
+        else:
+            entries = entries_of(groups)
+        self.groups = groups
+        self.cache, block_size, hash_size = cache_of(self.config, entries, num_blocks)
         self.names = [list(group.layer_names) for group in self.cache.kv_cache_groups]
         self.layers = [name for names in self.names for name in names]
         self.wrong: list[tuple[int, str, str, int]] = []
@@ -276,8 +317,11 @@ class Engine:
         hash_function = get_hash_fn_by_name(self.config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_function)
         self._hasher = kv_cache_utils.get_request_block_hasher(hash_size, hash_function)
+        told = self.cache
+        if any(hasattr(entry.kv_cache_spec, "kv_cache_specs") for entry in entries):  # layers alike, but for their size
+            told = kv_cache_utils.generate_scheduler_kv_cache_config([self.cache])
         self.scheduler = Scheduler(
-            self.config, self.cache, StructuredOutputManager(self.config), block_size, hash_size, log_stats=False
+            self.config, told, StructuredOutputManager(self.config), block_size, hash_size, log_stats=False
         )
         self.ranks = [Rank(self, rank) for rank in range(sizes.world_size)]
         self._aggregator = KVOutputAggregator.from_connector(self.connector, sizes.world_size)

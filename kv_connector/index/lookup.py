@@ -216,6 +216,15 @@ class GroupedTree:
             needed.append(range(max(first // group.hashes_per_block, group.first_needed(stop)), stop))
         return needed
 
+    def may_need(self, group: int, block: int) -> bool:
+        """Whether a hit may need this block of a prefix. Of a group that keeps the newest blocks and has smaller ones
+        than others have, hits end far apart, and what is not in front of an end is never loaded."""
+        if self.ends_within:
+            return True
+        entry = self.groups[group]
+        per_hit = self.hashes_per_hit // entry.hashes_per_block
+        return block >= entry.first_needed((block // per_hit + 1) * per_hit)
+
     def hit_end(self, first: int, end: int, has: Callable[[int, int], bool]) -> int:
         """As `whole_end`, where a hit ends: where the last block is left to be computed, in front of that, which is the
         last in front of `end` that full attention has. Engines keep recurrent states, of which there may be one alone,

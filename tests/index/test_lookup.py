@@ -13,9 +13,11 @@ from kv_connector.types import BlockHash, Tier
 HASHES = [BlockHash(bytes([index]) * 32) for index in range(12)]
 
 
-def host_with(groups: list[BlockGroup], held: list[set[int]]) -> tuple[GroupedTree, CacheTier]:
+def host_with(
+    groups: list[BlockGroup], held: list[set[int]], drop_last_block: bool = False
+) -> tuple[GroupedTree, CacheTier]:
     """A host that holds these blocks, by group."""
-    grouped = GroupedTree(PrefixTree(), groups)
+    grouped = GroupedTree(PrefixTree(), groups, drop_last_block)
     tier = CacheTier(grouped.tree, Tier.HOST, 64)
     for group, blocks in enumerate(held[: len(groups)]):
         for index in sorted(blocks):
@@ -97,6 +99,38 @@ def test_a_hit_is_the_longest_prefix_that_every_group_can_serve(
             assert [grouped.tree.hash_of(node) for node in nodes] == [group_key(HASHES[i], group) for i in ends]
     grouped.tree.check()
     tier.check()
+
+
+@given(
+    groups=st.lists(
+        st.one_of(
+            st.builds(BlockGroup, st.integers(1, 4), st.sampled_from([1, 2, 3])),
+            st.builds(BlockGroup, st.none(), st.sampled_from([1, 2]), chunk_blocks=st.integers(1, 4)),
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+    full=st.one_of(st.none(), st.builds(BlockGroup, st.none(), st.sampled_from([1, 4, 6]))),
+    drop_last_block=st.booleans(),
+)
+@settings(deadline=None)
+def test_without_what_no_hit_may_need_hits_are_as_long_and_with_less_they_are_not(
+    groups: list[BlockGroup], full: BlockGroup | None, drop_last_block: bool
+) -> None:
+    groups = [*([full] if full else []), *groups]
+    every = [set(range(12 // group.hashes_per_block)) for group in groups]
+    grouped, tier = host_with(groups, every, drop_last_block)
+    kept = [{block for block in blocks if grouped.may_need(group, block)} for group, blocks in enumerate(every)]
+    whole, other = Lookup(grouped, tier), Lookup(*host_with(groups, kept, drop_last_block))
+    asked = [(first, stop) for first in range(0, 12, grouped.hashes_per_hit) for stop in range(13)]
+    ends = [whole.find(HASHES, *each) for each in asked]
+    assert [other.find(HASHES, *each) for each in asked] == ends
+    for group in grouped.windows if not drop_last_block else ():
+        ends_by = grouped.hashes_per_hit // groups[group].hashes_per_block
+        for block in (block for block in kept[group] if (block // ends_by + 1) * grouped.hashes_per_hit <= 12):
+            less = [blocks - {block} if index == group else blocks for index, blocks in enumerate(kept)]
+            other = Lookup(*host_with(groups, less))
+            assert [other.find(HASHES, *each) for each in asked] != ends
 
 
 def test_a_hit_that_ends_earlier_for_one_window_is_whole_for_the_others() -> None:

@@ -209,8 +209,9 @@ class SavePlanner:
         held = self._grouped.groups[group].first_held(progress.num_computed_tokens, size * self._block_size)
         first = max(table.next_block, held)
         table.next_block = max(table.next_block, full)
-        ids = table.block_ids
-        return self._take_held(progress, group, size, {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK})
+        ids, may_need = table.block_ids, self._grouped.may_need
+        shown = {i: ids[i] for i in range(first, full) if ids[i] != NO_BLOCK and may_need(group, i)}
+        return self._take_held(progress, group, size, shown)
 
     def _take_told(self, progress: _Progress, told: Sequence[StateBlock]) -> list[_Taken]:
         """Of recurrent states, and ends inside of blocks: the engine goes on with them, and what is not saved in this

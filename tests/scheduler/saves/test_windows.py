@@ -33,14 +33,24 @@ def test_what_is_saved_on_a_hit_is_counted_by_the_group_s_own_blocks() -> None:
 
 
 def test_of_a_chunk_is_saved_what_the_next_token_or_another_request_may_see() -> None:
-    """Chunks of two blocks. An engine holds one until its last token is computed, and then none of it."""
-    group = BlockGroup(chunk_blocks=2)
-    assert [group.first_held(count, 4) for count in (0, 4, 7, 8, 9, 15, 16)] == [0, 0, 0, 2, 2, 2, 4]
+    """Chunks of three blocks. An engine holds one until its last token is computed, and then none of it; the last block
+    of a chunk is in front of the next one's tokens alone, which do not see it."""
+    group = BlockGroup(chunk_blocks=3)
+    assert [group.first_held(count, 4) for count in (0, 4, 11, 12, 13, 23, 24)] == [0, 0, 0, 3, 3, 3, 6]
     half, _, _ = make_half(0, groups=(group,))
     request = Asked("a", list(range(32)))
-    half.update_state_after_alloc(request, [[0, 1]], 0, 0)
+    half.update_state_after_alloc(request, [[0, 1, 2]], 0, 0)
     assert saved(step(half, request, 0, 7)) == [0]
     assert saved(step(half, request, 7, 1)) == [1]
+    assert saved(step(half, request, 8, 4)) == []
     other = Asked("b", list(range(100, 132)))
-    half.update_state_after_alloc(other, [[10, 11, 12, 13]], 12, 0)
-    assert saved(step(half, other, 12, 4)) == [12, 13], "blocks 10 and 11 may be anybody's"
+    half.update_state_after_alloc(other, [[10, 11, 12, 13, 14]], 16, 0)
+    assert saved(step(half, other, 16, 4)) == [13, 14], "blocks 10 to 12 may be anybody's"
+
+
+def test_of_a_window_is_saved_what_lies_in_front_of_where_hits_end() -> None:
+    """Blocks of full attention are four times as long: hits end where they do."""
+    half, _, _ = make_half(0, groups=(BlockGroup(hashes_per_block=4), BlockGroup(window_blocks=2)))
+    request = Asked("a", list(range(40)))
+    half.update_state_after_alloc(request, [[0, 1, 2], list(range(10, 20))], 0, 0)
+    assert sorted(saved(step(half, request, 0, 40))) == [0, 1, 12, 13, 16, 17]

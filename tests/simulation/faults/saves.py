@@ -211,4 +211,22 @@ SAVES: tuple[Mutant, ...] = (
         (Patch(_PLANNER, "        self._tree.touch(targets, now)\n", ""),),
         tested("tests/scheduler/saves/test_planner.py::test_what_has_waited_for_room_counts_as_used_when_it_is_saved"),
     ),
+    Mutant(
+        "window-saved-for-no-hit",
+        "of a window with smaller blocks than others have blocks are saved that no hit loads",
+        (Patch(_PLANNER, " and may_need(group, i)}", "}"),),
+        tested("tests/scheduler/saves/test_windows.py::test_of_a_window_is_saved_what_lies_in_front_of_where_hits_end"),
+    ),
+    Mutant(
+        "window-saved-one-short",
+        "of a window with smaller blocks than others have one that a hit needs is not saved",
+        (
+            Patch(
+                "kv_connector/index/lookup.py",
+                "entry.first_needed((block // per_hit + 1) * per_hit)",
+                "entry.first_needed((block // per_hit + 1) * per_hit) + (per_hit > 1)",
+            ),
+        ),
+        tested("tests/index/test_lookup.py"),
+    ),
 )
