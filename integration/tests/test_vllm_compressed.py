@@ -16,6 +16,7 @@ from integration.tests.vllm_engines import prompts
 from integration.tests.vllm_ranks import Engine, Sizes, sharing
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.index import BlockGroup, split_key
+from tests.waiting import until
 
 pytestmark = [
     pytest.mark.skipif(not TELLS_STATES, reason="vLLM 0.32 and newer have such layers"),
@@ -145,3 +146,22 @@ def test_many_at_once_with_a_device_that_holds_few(tmp_path: Path) -> None:
         assert engine.stats()["host_hit_tokens"] > 0
         engine.check_all_free()
     assert engine.wrong == []
+
+
+@pytest.mark.parametrize("length", [257, 700])
+def test_what_one_engine_has_computed_another_continues(tmp_path: Path, length: int) -> None:
+    peer = {"secret": "a secret of these tests only", "deadline_ms": 60_000, "timeout_ms": 60_000}
+    prompt = asked()[-1][:length]
+    with (
+        sharing(tmp_path, ALONE, layers_of(), peer=peer | {"role": "producer"}, **SETTINGS) as prefill,
+        sharing(tmp_path, ALONE, layers_of(), peer=peer | {"role": "consumer"}, **SETTINGS) as decode,
+    ):
+        prefill.ask([prompt], 1, {"do_remote_decode": True})
+        (params,) = prefill.transfers
+        (answer,) = decode.ask([prompt], 4, params, beside=[prefill])
+        assert decode.stats()["peer_hit_tokens"] == length // HIT * HIT
+        assert prefill.ask([prompt]) == [answer]
+        until(lambda: not prefill.half.has_pending_push_work(), prefill.step, prefill.stats)
+        prefill.check_all_free()
+        decode.check_all_free()
+    assert prefill.wrong == decode.wrong == []
