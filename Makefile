@@ -155,7 +155,7 @@ torch_of = $(if $(filter 0.32.0,$(1)),$(TORCH),2.11.0)
 run_sglang_tests = .venv-sglang/bin/python -m pytest -W ignore $(SGLANG_TESTS)
 SGLANG_IMPORTS := transformers==5.19.0 msgspec orjson pyzmq psutil setproctitle uvloop fastapi uvicorn pydantic aiohttp \
 	prometheus-client requests pillow packaging einops sentencepiece tiktoken partial_json_parser pybase64 \
-	python-multipart xxhash zstandard IPython interegular
+	python-multipart xxhash zstandard IPython interegular jsonschema soundfile
 
 .venv-sglang/.deps: pyproject.toml integration/sglang_requirements.txt | $(PY)
 	$(call say,installing SGLang for the CPU (the first time takes minutes))
