@@ -29,7 +29,6 @@ LEFT_TO_VLLM = {
     "get_mem_pool_context": "the cache may lie in any memory",
     "has_connector_metadata": "as vLLM keeps it",
     "register_finished_partial_tail": "states inside of a block are left to the device",
-    "requires_piecewise_for_cudagraph": "full graphs are served",
     "reset_capture_state": "nothing of ours is captured",
     "restore_kv_caches": "addresses are the same after a sleep, and what a NIC has registered may not sleep: see "
     "`supports_sleep_mode`; what CUDA IPC exports is no memory that may sleep",
