@@ -11,6 +11,7 @@ from integration import faults
 from integration.tensorrt_llm.executor import Options
 from integration.tests.tensorrt_llm_engines import delay_saves, running, scheduler_of, worker_of
 from kv_connector.testing.engine_contract import Expected, evict, loadable, prompts
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -40,7 +41,7 @@ def test_with_overlap_a_load_that_has_failed_ends_the_executor() -> None:
         evict(engine, "failing")
         engine.break_loads(True)
         assert "restart the engine" in engine.generate(asked)[0].error
-        assert engine.llm.error
+        until(lambda: bool(engine.llm.error))  # which its thread notes when whoever was waiting has been answered
 
 
 def test_one_rank_whose_load_fails_stops_all() -> None:

@@ -215,7 +215,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "hole-in-a-window",
         "a place of a window's table without a block is saved as if there were one",
-        (Patch(_PLANNER, " for i in range(first, full) if ids[i] != NO_BLOCK}", " for i in range(first, full)}"),),
+        (Patch(_PLANNER, "if ids[i] != NO_BLOCK and may_need", "if may_need"),),
         tested(f"{_WINDOWS}::test_a_place_without_a_block_is_not_saved"),
     ),
     Mutant(
