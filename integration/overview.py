@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.bench.peers import PEERS
 from integration.bench.regimes import regimes
 from integration.figures.results import RESULTS, ROOT, read
 
@@ -30,13 +31,7 @@ FIRST_TOKENS = {
     "\nslow host": "sglang_ttft_turns_h200",
 }
 """Chats and first tokens by what is written below their names."""
-NAMES = {
-    "ours": "kv_connector, default policy",
-    "offloading": "OffloadingConnector",
-    "simple": "SimpleCPUOffloadConnector",
-    "lmcache": "LMCache",
-    "hicache": "HiCache",
-}
+NAMES = {"ours": "kv_connector, default policy"} | PEERS
 COLOURS = {"ours": "#3949ab", "offloading": "#ef6c00", "simple": "#8d6e63", "lmcache": "#78909c", "hicache": "#00897b"}
 
 

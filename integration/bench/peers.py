@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 from kv_connector.config import Config
 
-PEERS = {"offloading", "simple", "lmcache", "hicache"}
+PEERS = {
+    "offloading": "OffloadingConnector",
+    "simple": "SimpleCPUOffloadConnector",
+    "lmcache": "LMCache",
+    "hicache": "HiCache",
+}
+"""Kinds of others' connectors, and how tables name them."""
 ROLES = {"producer": "kv_producer", "consumer": "kv_consumer"}
 """Of ours: engines that compute prompts for others, and that continue them."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from integration.bench.peers import PEERS
 from integration.figures.markdown import bold_unless, head, line
 from integration.figures.results import Result, Row, rows_of
 
@@ -17,12 +18,6 @@ RESULTS = (
     "sglang_ttft_alone_h200",
     "sglang_misses_h200",
 )
-_PEERS = {
-    "offloading": "OffloadingConnector",
-    "simple": "SimpleCPUOffloadConnector",
-    "lmcache": "LMCache",
-    "hicache": "HiCache",
-}
 
 
 def table(*results: Result) -> list[str]:
@@ -44,11 +39,8 @@ def _chats_in_vllm(result: Result) -> Iterator[str]:
     rows = sorted(rows_of("regime", result), key=lambda row: (row["host_share"], row["answer"]))
     for host in dict.fromkeys(row["host_share"] for row in rows):
         found = [row for row in rows if row["host_share"] == host]
-        best = [
-            max((of["turns_per_second"], _PEERS[name]) for name, of in row["engines"].items() if name in _PEERS)
-            for row in found
-        ]
         ours = [f"{row['engines']['ours']['turns_per_second']:.2f}" for row in found]
+        best = [(row["engines"][row["best_peer"]]["turns_per_second"], PEERS[row["best_peer"]]) for row in found]
         claims = [
             claim
             for row in found
@@ -83,17 +75,17 @@ def _first_tokens(engine: str, peer: str, result: Result) -> str:
     lengths = sorted({tokens for tokens, _ in hits})
     ours, theirs = ([f"{hits[tokens, name]['ms']:.1f}" for tokens in lengths] for name in ("ours", peer))
     claims = [result["claims"][f"ours_host_hit_over_{peer}_{tokens}"] for tokens in lengths]
-    what = f"{engine}, ms to the first token of a host hit: {' / '.join(f'{tokens:,}' for tokens in lengths)} tokens"
-    return line(what, _listed(ours), f"{_listed(theirs)} ({_PEERS[peer]})", *_ratios(claims), result["commit"][:7])
+    what = f"{engine}, ms to the first token of a host hit: {_listed(f'{tokens:,}' for tokens in lengths)} tokens"
+    return line(what, _listed(ours), f"{_listed(theirs)} ({PEERS[peer]})", *_ratios(claims), result["commit"][:7])
 
 
 def _misses(engine: str, result: Result) -> str:
     shares = {row["connector"]: row["over_none"] for row in rows_of("misses", result) if "over_none" in row}
-    name = max((name for name in shares if name in _PEERS), key=shares.__getitem__)
+    name = max((name for name in shares if name in PEERS), key=shares.__getitem__)
     claims = [claim for what, claim in result["claims"].items() if what.startswith("miss_path")]
     what = f"{engine}, nothing is hit: throughput over that without a host cache"
     ratio, goal = _ratios(claims, 4)
-    return line(what, ratio, f"{shares[name]:.4f} ({_PEERS[name]})", "", goal, result["commit"][:7])
+    return line(what, ratio, f"{shares[name]:.4f} ({PEERS[name]})", "", goal, result["commit"][:7])
 
 
 def _ratios(claims: Sequence[Row], digits: int = 3) -> tuple[str, str]:

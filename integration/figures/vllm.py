@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from integration.bench.peers import PEERS
 from integration.bench.regimes import MISS_PATH
 from integration.figures.first_tokens import first_tokens
 from integration.figures.markdown import bold_unless, head, line, marked, wrapped
@@ -13,10 +14,7 @@ _TITLES = {
     "ours": "ours",
     "ours:write_through": "ours, `write_through`",
     'ours:host_form="lossless"': "ours, `lossless`",
-    "offloading": "OffloadingConnector",
-    "simple": "SimpleCPUOffloadConnector",
-    "lmcache": "LMCache",
-}
+} | PEERS
 """By engine, in the order of columns and lines."""
 _COLUMNS = [name for name in _TITLES if "lossless" not in name]
 _RATIOS = ("turns_", "p50_")

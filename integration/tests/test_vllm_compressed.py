@@ -12,10 +12,11 @@ import torch
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.tests.test_vllm_hybrid import host_blocks_of
 from integration.tests.vllm_engines import prompts
 from integration.tests.vllm_ranks import Engine, Sizes, sharing
 from kv_connector.engines.vllm.groups import TELLS_STATES
-from kv_connector.index import BlockGroup, split_key
+from kv_connector.index import BlockGroup
 from tests.waiting import until
 
 pytestmark = [
@@ -113,10 +114,7 @@ def test_each_kind_of_layer_is_read_from_the_host(tmp_path: Path) -> None:
         for group, number in enumerate(engine.connector._scheduler.shape.group_ids):
             engine.ask(asked()[-1:])
             engine.forget_device()
-            host = engine.half.host
-            block_ids = list(host.pool.live_ids())
-            keys = zip(block_ids, host.hashes_of(block_ids), strict=True)
-            spoilt = [block_id for block_id, key in keys if split_key(key)[1] == group]
+            spoilt = host_blocks_of(engine.half, group)
             engine.ranks[0].connector._worker.half._host.tensor[spoilt] = 0
             engine.ask(asked()[-1:])
             seen[number] = {name for _, _, name, _ in engine.wrong}

@@ -17,6 +17,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 from integration.tests.vllm_engines import VllmEngine, prompts, running, schedule_ahead, transfer_config
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.index import split_key
+from kv_connector.scheduler.half import SchedulerHalf
 
 pytestmark = [
     pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer"),
@@ -69,12 +70,16 @@ def forget_device(engine: VllmEngine, overwrite: bool = True) -> None:
 
 def zero_on_host(engine: VllmEngine, group: int) -> int:
     """Put zeros into all that the host has of one of our block groups; returns how many blocks that was."""
-    host = engine.half.host
-    block_ids = list(host.pool.live_ids())
-    keys = zip(block_ids, host.hashes_of(block_ids), strict=True)
-    spoilt = [block_id for block_id, key in keys if split_key(key)[1] == group]
+    spoilt = host_blocks_of(engine.half, group)
     engine.llm.collective_rpc(_zero_host_blocks, args=(spoilt,))
     return len(spoilt)
+
+
+def host_blocks_of(half: SchedulerHalf, group: int) -> list[int]:
+    """Those that the host has of one of our block groups."""
+    block_ids = list(half.host.pool.live_ids())
+    keys = zip(block_ids, half.host.hashes_of(block_ids), strict=True)
+    return [block_id for block_id, key in keys if split_key(key)[1] == group]
 
 
 def _zero_host_blocks(worker: Any, block_ids: list[int]) -> None:

@@ -102,6 +102,10 @@ class Group:
             return max(0, position - self.window + 1)
         return position // self.chunk * self.chunk if self.chunk is not None else 0
 
+    def tokens_of_row(self, layer: int) -> int:
+        """Of one of its layers."""
+        return self.tokens_per_row[layer] if self.tokens_per_row else 1
+
 
 def groups_of(entries: Sequence[KVCacheGroupSpec]) -> tuple[Group, ...]:
     """What vLLM has made of a model's layers."""
@@ -189,9 +193,11 @@ class Rank:
             config=config, role=KVConnectorRole.WORKER, kv_cache_config=engine.cache
         )
         self.rows = {
-            name: torch.full((engine.cache.num_blocks, group.block_size // of_row, 8), -1, dtype=torch.int64)
+            name: torch.full(
+                (engine.cache.num_blocks, group.block_size // group.tokens_of_row(layer), 8), -1, dtype=torch.int64
+            )
             for group, names in zip(engine.groups, engine.names, strict=True)
-            for name, of_row in zip(names, group.tokens_per_row or itertools.repeat(1), strict=False)
+            for layer, name in enumerate(names)
         }
         self.connector.register_kv_caches(self.rows)
 
@@ -201,7 +207,7 @@ class Rank:
         sizes = self.engine.sizes
         parts = sizes.num_parts if group.is_shared_out else 1
         part, run = self.part if parts > 1 else 0, sizes.interleave
-        of_row = group.tokens_per_row[layer] if group.tokens_per_row else 1
+        of_row = group.tokens_of_row(layer)
         found = []
         for position in range(of_row - 1, num_tokens, of_row):
             index, offset = divmod(position, group.block_size * parts)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...machine import read_text
+
 SYSFS = Path("/sys")
 
 
@@ -23,7 +25,7 @@ def pci_address(device: torch.device) -> str:
 
 def gpu_node(device: torch.device, sysfs: Path = SYSFS) -> int | None:
     """NUMA node of a CUDA device; None where the machine does not say (one node, or a virtual machine)."""
-    text = _read(sysfs / "bus/pci/devices" / pci_address(device) / "numa_node")
+    text = read_text(sysfs / "bus/pci/devices" / pci_address(device) / "numa_node")
     try:
         node = int(text)
     except ValueError:
@@ -33,7 +35,7 @@ def gpu_node(device: torch.device, sysfs: Path = SYSFS) -> int | None:
 
 def node_cpus(node: int, sysfs: Path = SYSFS) -> frozenset[int]:
     """CPUs of a NUMA node; empty where the machine does not say."""
-    return parse_cpu_list(_read(sysfs / f"devices/system/node/node{node}/cpulist"))
+    return parse_cpu_list(read_text(sysfs / f"devices/system/node/node{node}/cpulist"))
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -55,10 +57,3 @@ def bind_thread(cpus: frozenset[int]) -> bool:
         return False
     os.sched_setaffinity(0, allowed)  # 0 is the calling thread, not the process
     return True
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

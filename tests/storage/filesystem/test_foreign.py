@@ -58,7 +58,7 @@ def test_a_file_for_a_folder_is_told_with_what_to_do(tmp_path: Path) -> None:
 def test_a_capacity_that_no_disk_here_has_is_told(
     tmp_path: Path, is_larger: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nothing would be let go of when it is full."""
+    """The disk will be full, for others who write to it, too."""
     found = os.statvfs(tmp_path)
     capacity = found.f_blocks * found.f_frsize + (1 if is_larger else 0)
     config = Config(host_memory=16 << 12, storage=StorageConfig(path=str(tmp_path / "store"), capacity=capacity))

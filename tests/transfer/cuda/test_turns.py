@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +36,7 @@ from kv_connector.transfer.paths.staged import StagedPath, min_staging_memory
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.types import CopyJob, Direction
 from tests.copies import NUM_DEVICE, bf16_apart, copy_now, expected_after, filled, job, make_pool
+from tests.waiting import until
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=12)
 
@@ -254,10 +254,7 @@ def test_a_load_and_its_turns_wait_for_nothing_that_streams_of_an_engine_wait_fo
         given.give(load.handle)
         with torch.cuda.stream(load.stream):
             there.copy_(here, non_blocking=True)
-        end, until = load.end(), time.monotonic() + 20
-        while not end.query() and time.monotonic() < until:
-            pass
-        assert end.query(), "the load waits for what the engine's streams wait for"
+        until(load.end().query, told=lambda: "the load waits for what the engine's streams wait for")
     finally:
         gate[0] = 1
         torch.cuda.synchronize(device)
