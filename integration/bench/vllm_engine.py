@@ -180,7 +180,8 @@ class VllmServer:
 def register_weights() -> str:
     """Tell vLLM of weights that are its dummy ones times a power of two; returns the name to load them by.
 
-    Those are so small, in the norms as well, that what attention adds to a token's embedding is lost in rounding.
+    Those are so small, in the norms as well, that what attention adds to a token's embedding is lost in rounding, and
+    nearly all of those in fp8 are zeros: these are drawn anew, with scales that make them as large as the others.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
@@ -188,8 +189,20 @@ def register_weights() -> str:
     class Loader(DummyModelLoader):  # type: ignore[misc]
         def load_weights(self, model: Any, model_config: Any) -> None:
             super().load_weights(model, model_config)
-            for parameter in model.parameters():
-                parameter.data.mul_(256)
+            for name, parameter in model.named_parameters():
+                if parameter.dtype == torch.float8_e4m3fn:
+                    draw_fp8(parameter.data)
+                elif name.endswith("weight_scale_inv"):
+                    parameter.data.fill_(2**-10)
+                elif parameter.is_floating_point():
+                    parameter.data.mul_(256)
 
     register_model_loader("dummy_times_256")(Loader)
     return "dummy_times_256"
+
+
+def draw_fp8(weights: torch.Tensor) -> None:
+    """Fill weights in fp8 with numbers of up to 256, the same ones whenever the shape is."""
+    generator = torch.Generator(weights.device).manual_seed(1234)
+    drawn = torch.empty_like(weights, dtype=torch.float16)
+    weights.copy_(drawn.uniform_(-256, 256, generator=generator))

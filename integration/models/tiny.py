@@ -265,6 +265,61 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 128,
         "mla_use_nope": True,
     },
+    # A window alone, a row for 4 tokens with an indexer, and one for 128 (DeepSeek-V4). Few experts and layers; widths
+    # are those of DeepSeek-V4-Flash, as kernels are compiled for them.
+    "compressed": _SHAPE
+    | {
+        "architectures": ["DeepseekV4ForCausalLM"],
+        "model_type": "deepseek_v4",
+        "torch_dtype": "bfloat16",
+        "hidden_size": 4096,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 1,
+        "head_dim": 512,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+        "q_lora_rank": 1024,
+        "qk_rope_head_dim": 64,
+        "o_groups": 8,
+        "o_lora_rank": 1024,
+        "sliding_window": 128,
+        "compress_ratios": [0, 4, 128],
+        "index_n_heads": 64,
+        "index_head_dim": 128,
+        "index_topk": 512,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 2048,
+        "num_hash_layers": 0,
+        "norm_topk_prob": True,
+        "scoring_func": "sqrtsoftplus",
+        "topk_method": "noaux_tc",
+        "routed_scaling_factor": 1.5,
+        "swiglu_limit": 10.0,
+        "hc_mult": 4,
+        "hc_sinkhorn_iters": 20,
+        "hc_eps": 1e-6,
+        "num_nextn_predict_layers": 0,
+        "max_position_embeddings": 65536,
+        "compress_rope_theta": 160000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "original_max_position_embeddings": 4096,
+        },
+        "expert_dtype": "fp8",
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": [128, 128],
+        },
+    },
     # Windows in blocks of 64 tokens, full attention with larger heads in blocks of 32 (Gemma 4).
     "two_sizes": _SHAPE
     | {
@@ -289,7 +344,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
 }
 
-ENGINES_OWN = {"sinks", "kimi"}
+ENGINES_OWN = {"sinks", "kimi", "compressed"}
 """Of which an engine draws the weights: Transformers has no such model, or names its parameters otherwise."""
 
 

@@ -28,6 +28,7 @@ FAMILIES = {
     "gpt-oss": "sinks",
     "Llama 4": "chunks",
     "DeepSeek V2 and V3": "latent",
+    "DeepSeek-V4": "compressed",
     "Qwen3-Next": "delta",
     "Kimi-Linear": "kimi",
     "Nemotron-H": "states_apart",
@@ -36,11 +37,12 @@ FAMILIES = {
     "Mamba2": "states_only",
 }
 
-KERNELS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "two_sizes": {} if find_spec("cutlass") else {"attention_backend": "TRITON_ATTN"},
     "delta": {} if find_spec("flashinfer") else {"gdn_prefill_backend": "triton"},
+    "compressed": {"block_size": 256, "kv_cache_dtype": "fp8", "num_blocks": 600},
 }
-"""Of Triton, where packages are missing that vLLM takes its own choice from."""
+"""Kernels of Triton, where packages are missing that vLLM takes its own choice from; and what vLLM asks for."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,15 +52,18 @@ def test_a_family_is_answered_from_the_host_and_from_storage(folder: Path, tmp_p
 
 def skip_unserved(model: str) -> None:
     """Skips a model that vLLM cannot start with the packages that are here."""
-    if model == "kimi":
-        pytest.importorskip("cutlass", reason="vLLM's kernels for Kimi-Linear are written in CUTLASS's DSL")
+    if model in ("kimi", "compressed"):
+        pytest.importorskip("cutlass", reason="some of vLLM's kernels for this model are written in CUTLASS's DSL")
+    if model == "compressed":
+        for package in ("tilelang", "vllm._flashmla_C", "vllm.third_party.deep_gemm"):
+            pytest.importorskip(package, reason="vLLM's kernels for DeepSeek-V4 need it", exc_type=ImportError)
 
 
 def check_host_and_storage(folder: Path, tmp_path: Path, model: str, **ranks: Any) -> None:
     """Hits are as long as vLLM's own, and each group decides the answer. `ranks`: of vLLM's options."""
     skip_unserved(model)
     storage = {"path": str(tmp_path / "store"), "capacity": "1GiB", "prefetch": "wait_complete"}
-    settings: dict[str, Any] = options(model, storage=storage) | KERNELS.get(model, {}) | {"num_blocks": 120} | ranks
+    settings: dict[str, Any] = options(model, storage=storage) | {"num_blocks": 120} | OPTIONS.get(model, {}) | ranks
     asked = [prompt[:577] for prompt in prompts(2, 600)]
     with running(folder, model, **settings) as engine:
         computed, _ = ask_and_hit(engine, asked)

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="real vLLM is needed")
 
-from integration.tests.test_vllm_families import FAMILIES, KERNELS, check_host_and_storage, skip_unserved
+from integration.tests.test_vllm_families import FAMILIES, OPTIONS, check_host_and_storage, skip_unserved
 from integration.tests.test_vllm_hybrid import ask_and_hit
 from integration.tests.test_vllm_pd_groups import Prefill, ask, settings_of
 from integration.tests.test_vllm_pipeline import STAGES
@@ -59,7 +59,7 @@ def test_what_another_engine_has_computed_answers_as_a_hit_on_the_device(folder:
     """Of as many tokens: a GPU adds up otherwise in steps of other shapes."""
     model = FAMILIES[family]
     skip_unserved(model)
-    more: dict[str, Any] = KERNELS.get(model, {}) | {"num_blocks": 120}
+    more: dict[str, Any] = {"num_blocks": 120} | OPTIONS.get(model, {})
     with running(folder, model, **(settings_of(model, "consumer") | more)) as engine:
         prefill = Prefill(folder, model, **more)
         try:
