@@ -4,8 +4,11 @@ A copy engine continues with one stream's copies as long as there are any, while
 engine makes small copies before each step, of the step's inputs, and after it, of the sampled tokens: beside 2.25 GiB
 by DMA one of them was 36 to 42 ms late, as long as the whole copy took (H200, driver 580, 2026-11-26). The copy engine
 switches to another stream when ours has to wait for some 10 us; an event of another stream completes too soon for that.
-So after every `TURN_BYTES` our stream waits for another stream, which writes a word several times: that takes neither
-multiprocessors nor a copy engine, nor the host.
+So after every `TURN_BYTES` our stream waits for another stream, which copies a page in the same direction: that takes
+no multiprocessor, and none of the queues that the driver gives to kernels, writes of words and short copies (below some
+KiB to the device). Those queues are `CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default, for all streams of any priority: where
+as many streams of the engine wait for each other, what is behind them waits too, a turn that wrote words as well (H200,
+driver 580, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from numpy.typing import NDArray
 
 from ...errors import TransferError
 from ...types import Direction
-from .allocations import device_tensor, index_of
+from .allocations import device_tensor, index_of, page_locked_int64
 from .copier import driver_copier
 from .driver import Copier, check, on_device, quick_libcuda
 from .streams import Priority, make_stream
@@ -39,8 +42,7 @@ tokens. A turn takes some 14 us of the link. The copies between two turns are on
 begins when its last was submitted: 2.25 GiB in segments of 1 MiB move at 0.99 of the link in calls of 42 MiB, and at
 0.975 in two calls (H200, 2026-11-23)."""
 _PRIORITIES = {Direction.LOAD: Priority.TURN_LOAD, Direction.SAVE: Priority.TURN_SAVE}
-_NUM_WRITES = 4
-_WRITE_32_BITS = 2
+_PAGE_BYTES = 4096
 
 Int64s = NDArray[np.int64]
 logger = logging.getLogger("kv_connector.transfer")
@@ -61,37 +63,23 @@ class NoTurns:
         """Do nothing."""
 
 
-class _Write(ctypes.Structure):
-    """CUstreamMemOpWriteValueParams, as long as the union that it is one case of."""
-
-    _fields_ = (
-        ("operation", ctypes.c_uint),
-        ("address", ctypes.c_uint64),
-        ("value", ctypes.c_uint64),
-        ("flags", ctypes.c_uint),
-        ("rest", ctypes.c_uint64 * 2),
-    )
-
-
 class DriverTurns:
     """See `Turns`."""
 
     def __init__(self, device: torch.device, direction: Direction) -> None:
-        """`direction`: of the copies. Raises TransferError where the driver cannot write to memory in a stream's
-        order."""
-        driver = quick_libcuda()
-        self._write: Any = getattr(driver, "cuStreamBatchMemOp_v2", None)
-        if self._write is None:
-            raise TransferError("the CUDA driver has no cuStreamBatchMemOp_v2")
-        pointer, number = ctypes.c_void_p, ctypes.c_uint
+        """`direction`: of the copies. Raises TransferError where there is no memory for a page on the host."""
+        driver, pointer = quick_libcuda(), ctypes.c_void_p
         self._record: Any = driver.cuEventRecord
         self._wait: Any = driver.cuStreamWaitEvent
-        self._write.argtypes = [pointer, number, pointer, number]
         self._record.argtypes = [pointer, pointer]
-        self._wait.argtypes = [pointer, pointer, number]
+        self._wait.argtypes = [pointer, pointer, ctypes.c_uint]
         self._beside: Any = make_stream(device, _PRIORITIES[direction])
-        self._word = device_tensor((1,), torch.int64, device)
-        self._writes = (_Write * _NUM_WRITES)(*(_Write(_WRITE_32_BITS, self._word.data_ptr()),) * _NUM_WRITES)
+        words = _PAGE_BYTES // 8
+        self._here, self._there = page_locked_int64(words, device), device_tensor((words,), torch.int64, device)
+        here, there = self._here.ctypes.data, self._there.data_ptr()
+        self._addresses = (there, here) if direction is Direction.LOAD else (here, there)
+        self._copy: Any = driver.cuMemcpyHtoDAsync_v2 if direction is Direction.LOAD else driver.cuMemcpyDtoHAsync_v2
+        self._copy.argtypes = [pointer, pointer, ctypes.c_size_t, pointer]
         self._events: list[Any] = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
         for event in self._events:
             event.record(self._beside)  # which makes it
@@ -104,7 +92,7 @@ class DriverTurns:
         (before, after), beside = self._handles, self._beside.cuda_stream
         check(self._record(before, stream), "cuEventRecord")
         check(self._wait(beside, before, 0), "cuStreamWaitEvent")
-        check(self._write(beside, _NUM_WRITES, ctypes.addressof(self._writes), 0), "cuStreamBatchMemOp")
+        check(self._copy(*self._addresses, _PAGE_BYTES, beside), "cuMemcpyAsync")
         check(self._record(after, beside), "cuEventRecord")
         check(self._wait(stream, after, 0), "cuStreamWaitEvent")
 
