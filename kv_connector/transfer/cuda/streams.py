@@ -27,17 +27,13 @@ from .driver import check, on_device
 class Priority(IntEnum):
     """Of every stream that copies use: a lower number goes first where multiprocessors are short. The model's is 0.
 
-    A packing kernel is short, and the link waits for it; loads go before saves. Streams of one priority also share the
-    driver's queues, eight unless `CUDA_DEVICE_MAX_CONNECTIONS` says otherwise, and one that waits holds up those that
-    come behind it in the same queue. So loads share a priority neither with what waits for the model, as saves do, nor
-    with the streams of engines, 0 and -1. GPUs since 2018 have priorities down to -5; the driver takes the nearest.
+    A packing kernel is short, and the link waits for it; loads go before saves. GPUs since 2018 have priorities down to
+    -5; the driver takes the nearest.
     """
 
-    TURN_LOAD = -4
     PACK_LOAD = -3
     LOAD = -2
     PACK_SAVE = -1
-    TURN_SAVE = -1
     SAVE = 0
     PEER = 0
     MEASURE = 0

@@ -5,10 +5,10 @@ engine makes small copies before each step, of the step's inputs, and after it, 
 by DMA one of them was 36 to 42 ms late, as long as the whole copy took (H200, driver 580, 2026-11-26). The copy engine
 switches to another stream when ours has to wait for some 10 us; an event of another stream completes too soon for that.
 So after every `TURN_BYTES` our stream waits for another stream, which copies a page in the same direction: that takes
-no multiprocessor, and none of the queues that the driver gives to kernels, writes of words and short copies (below some
-KiB to the device). Those queues are `CUDA_DEVICE_MAX_CONNECTIONS`, 8 by default, for all streams of any priority: where
-as many streams of the engine wait for each other, what is behind them waits too, a turn that wrote words as well (H200,
-driver 580, 2026-11-28).
+neither multiprocessors nor the host. It takes none of the driver's queues of kernels either, through which words are
+written and what is shorter than a page is copied to the device. All streams of a process share those, 8 unless
+`CUDA_DEVICE_MAX_CONNECTIONS` says otherwise, and one whose kernels wait holds up what comes behind it in its queue: as
+many of an engine's streams at once, and a turn that wrote words waited for them (H200, driver 580, 2026-11-28).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ load that the step waits for anyway, after its inputs; and 0.6 ms for saves, as 
 tokens. A turn takes some 14 us of the link. The copies between two turns are one call of the driver, whose first copy
 begins when its last was submitted: 2.25 GiB in segments of 1 MiB move at 0.99 of the link in calls of 42 MiB, and at
 0.975 in two calls (H200, 2026-11-23)."""
-_PRIORITIES = {Direction.LOAD: Priority.TURN_LOAD, Direction.SAVE: Priority.TURN_SAVE}
+_PRIORITIES = {Direction.LOAD: Priority.LOAD, Direction.SAVE: Priority.SAVE}
 _PAGE_BYTES = 4096
 
 Int64s = NDArray[np.int64]

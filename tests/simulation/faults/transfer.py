@@ -57,8 +57,8 @@ TRANSFER: tuple[Mutant, ...] = (
     ),
     Mutant(
         "turns-behind-the-model",
-        "turns of loads share the driver's queues with streams of the engine, and wait for what these wait for",
-        (Patch(_TURNS, "{Direction.LOAD: Priority.TURN_LOAD,", "{Direction.LOAD: Priority.SAVE,"),),
+        "turns go through the driver's queues of kernels, and wait for what streams of the engine wait for",
+        (Patch(_TURNS, "_PAGE_BYTES = 4096", "_PAGE_BYTES = 8"),),
         tested(_DRIVER_TURNS),
     ),
     Mutant(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
-import struct
 import weakref
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -33,9 +33,8 @@ class Driver:
         self.device = Device(VirtualTime(seed), random.Random(seed), "gpu", {"compute": 1e-3, "beside": 1e-3})
         self.streams = {7: self.device.compute, 8: self.device.stream("beside")}
         self.events: dict[int, SimulatedEvent] = {}
-        self.held: list[Any] = []  # stream, word and events
+        self.held: list[Any] = []  # stream, pages and events
         self.done: list[str] = []
-        self.priorities: list[Priority] = []
 
         def record(event: int, stream: int) -> int:
             assert all(ref() is not None for ref in self.held)
@@ -46,21 +45,27 @@ class Driver:
             self.events[event].wait(self.streams[stream])
             return flags
 
-        def write(stream: int, count: int, address: int, flags: int) -> int:
-            for number in range(count):  # CUstreamBatchMemOpParams are of 48 bytes, the value's word is the second
-                operation, target, _, how = struct.unpack_from("<I4xQQI", ctypes.string_at(address + 48 * number, 48))
-                assert (operation, target, how) == (2, self.held[1]().data_ptr(), 0)
-                self.streams[stream].put(lambda: self.done.append("write"))
-            return flags
+        def copy(way: Direction, target: int, source: int, size: int, stream: int) -> int:
+            here, there = (made.ctypes.data if isinstance(made, np.ndarray) else made.data_ptr() for made in self.pages)
+            assert (target, source) == ((there, here) if way is Direction.LOAD else (here, there))
+            assert size == min(made.nbytes for made in self.pages) == 4096  # less may go through a queue of kernels
+            self.streams[stream].put(lambda: self.done.append(way.name))
+            return 0
 
-        self.cuEventRecord, self.cuStreamWaitEvent, self.cuStreamBatchMemOp_v2 = record, wait, write
+        self.cuEventRecord, self.cuStreamWaitEvent = record, wait
+        self.cuMemcpyHtoDAsync_v2 = partial(copy, Direction.LOAD)
+        self.cuMemcpyDtoHAsync_v2 = partial(copy, Direction.SAVE)
+
+    @property
+    def pages(self) -> list[Any]:
+        """On the host and on the device."""
+        return [made for ref in self.held if (made := ref()) is not None and not isinstance(made, Made)]
 
     def hold(self, made: Any) -> Any:
         self.held.append(weakref.ref(made))
         return made
 
     def make_stream(self, device: torch.device, priority: Priority) -> Any:
-        self.priorities.append(priority)
         return self.hold(Made(cuda_stream=8))
 
     def make_event(self) -> Any:
@@ -73,17 +78,20 @@ class Driver:
         monkeypatch.setattr(turns, "quick_libcuda", lambda: self)
         monkeypatch.setattr(turns, "on_device", lambda _: nullcontext())
         monkeypatch.setattr(turns, "make_stream", self.make_stream)
-        monkeypatch.setattr(turns, "device_tensor", lambda *_: self.hold(torch.zeros(1, dtype=torch.int64)))
+        monkeypatch.setattr(turns, "page_locked_int64", lambda count, _: self.hold(np.zeros(count, np.int64)))
+        monkeypatch.setattr(turns, "device_tensor", lambda shape, dtype, _: self.hold(torch.zeros(shape, dtype=dtype)))
         monkeypatch.setattr(torch.cuda, "Event", self.make_event)
 
 
+@pytest.mark.parametrize("way", Direction)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_turn_is_behind_what_the_stream_held_and_in_front_of_what_comes(
-    seed: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, way: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And it is a copy in the direction of the stream's own, which others of that direction come in between of."""
     driver = Driver(seed)
     driver.take_over(monkeypatch)
-    made = DriverTurns(torch.device("cuda", 0), Direction.LOAD)
+    made = DriverTurns(torch.device("cuda", 0), way)
     driver.device.run_until(driver.streams[8].record())
     driver.done.clear()
     for number in range(3):
@@ -91,22 +99,10 @@ def test_a_turn_is_behind_what_the_stream_held_and_in_front_of_what_comes(
         made.give(7)
     driver.device.compute.put(lambda: driver.done.append("copy 3"))
     driver.device.run_until(driver.device.compute.record())
-    turn = ["write"] * 4
-    assert driver.done == ["copy 0", *turn, "copy 1", *turn, "copy 2", *turn, "copy 3"]
+    assert driver.done == ["copy 0", way.name, "copy 1", way.name, "copy 2", way.name, "copy 3"]
 
 
-def test_streams_of_loads_share_no_queue_with_those_of_saves_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which have a priority in common: engines use 0 and -1."""
-    given = {Direction.LOAD: {Priority.LOAD, Priority.PACK_LOAD}, Direction.SAVE: {Priority.SAVE, Priority.PACK_SAVE}}
-    for direction, priorities in given.items():
-        driver = Driver(0)
-        driver.take_over(monkeypatch)
-        DriverTurns(torch.device("cuda", 0), direction)
-        priorities.update(driver.priorities)
-    assert max(given[Direction.LOAD]) < min(0, -1, *given[Direction.SAVE])
-
-
-@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuStreamBatchMemOp_v2"])
+@pytest.mark.parametrize("call", ["cuEventRecord", "cuStreamWaitEvent", "cuMemcpyHtoDAsync_v2"])
 def test_a_driver_that_refuses_a_turn_gives_none(
     call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,16 +113,6 @@ def test_a_driver_that_refuses_a_turn_gives_none(
     made = make_turn_taking(torch.device("cuda", 0))
     assert all(isinstance(each._turns, NoTurns) for each in made.values())
     assert len(caplog.records) == 1
-
-
-def test_a_driver_that_cannot_gives_none_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(turns, "quick_libcuda", lambda: object())
-    made = make_turn_taking(torch.device("cuda", 0))
-    assert all(isinstance(each._turns, NoTurns) for each in made.values())
-    (record,) = caplog.records
-    assert "cuStreamBatchMemOp_v2" in record.getMessage()
 
 
 def test_copies_that_threads_enqueue_at_once_have_turns_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

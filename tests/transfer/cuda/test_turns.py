@@ -231,8 +231,8 @@ def test_a_small_copy_of_another_stream_comes_in_between(direction: Direction, n
 @pytest.mark.gpu
 @pytest.mark.parametrize("priority", [0, -1])
 def test_a_load_and_its_turns_wait_for_nothing_that_streams_of_an_engine_wait_for(priority: int) -> None:
-    """Streams of one priority share queues of the driver: one that waits holds up others behind it. Here more of the
-    engine's wait than there are queues, until the host lets them."""
+    """Streams share the driver's queues of kernels: one that waits holds up others behind it. Here more of the engine's
+    wait than there are queues, until the host lets them."""
     device = torch.device("cuda", torch.cuda.current_device())
     gate = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     word, there = torch.zeros(1, device=device), torch.zeros(1 << 20, device=device)
