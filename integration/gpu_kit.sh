@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Bundle vLLM 0.32.0 for a Hopper GPU host that reaches no package index.
 #
-#   integration/gpu_kit.sh OUT [BYTES]      parts of at most BYTES (default: 48000000) go to OUT: kit.part.00, ... and
-#                                           cutlass.part.00, ...
+#   integration/gpu_kit.sh OUT [BYTES]      parts of at most BYTES (default: 48000000) go to OUT: kit.part.00, ...,
+#                                           cutlass.part.00, ... and deepseek.part.00
 #
 # The host is to have Python 3.12 on x86-64, a driver for CUDA 13, and PyTorch for CUDA 13 of any version with its CUDA
 # libraries and transformers 5. Move the parts there, and then:
@@ -10,9 +10,9 @@
 #   cat kit.part.* | xz -d -T0 | tar -x -C SITE && bash integration/gpu_vllm.sh SITE ...
 #
 # In it are vLLM, the packages that it imports, PyTorch 2.13, Triton, torchvision and NCCL. Left out are FlashAttention 2
-# (Hopper has 3), DeepGEMM, FlashMLA, FlashInfer, what serves AMD's GPUs, profilers, and the code of GPUs that are no
-# Hopper. Kimi-Linear needs CUTLASS's DSL, whose parts go to SITE in the same way; without them other models start sooner,
-# as vLLM then compiles no kernels with it.
+# (Hopper has 3), FlashInfer, what serves AMD's GPUs, profilers, and the code of GPUs that are no Hopper. Kimi-Linear
+# needs CUTLASS's DSL as well, and DeepSeek-V4 that and DeepGEMM, FlashMLA and TileLang, which compile kernels by nvcc:
+# their parts go to SITE in the same way. Without them other models start sooner, as vLLM then compiles fewer kernels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?where the parts go}
@@ -47,7 +47,15 @@ python3 -m pip install -qqq --no-compile "${target[@]}" --target "$dsl" nvidia-c
     nvidia-cutlass-dsl-libs-{base,core,cu13}==4.8.0 quack-kernels==0.6.5 cuda-bindings==13.5.0 cuda-pathfinder==1.9.1 \
     protobuf==7.36.2
 unzip -q "$work"/vllm-*.whl 'vllm/_flashkda*' -d "$dsl"
-rm -f "$out"/{kit,cutlass}.part.*
+v4=$work/v4
+python3 -m pip install -qqq --no-compile "${target[@]}" --target "$v4" tilelang==0.1.12 z3-solver==4.15.4.0 \
+    torch-c-dlpack-ext==0.1.5
+unzip -q "$work"/vllm-*.whl 'vllm/third_party/deep_gemm/*' 'vllm/_flashmla*' 'vllm/_deepselect*' -d "$v4"
+rm -r "$v4/tilelang/3rdparty/composable_kernel"  # of AMD's GPUs
+find "$v4" -name '*.so*' -type f -size +1M -exec strip --strip-unneeded {} +
+find "$v4/vllm" -name '*.so*' -type f -size +1M -print0 | xargs -0 python3 -m integration.one_architecture 90
+rm -f "$out"/{kit,cutlass,deepseek}.part.*
 tar -C "$site" -cf - . | xz -T0 -4 | split -b "$bytes" -d - "$out/kit.part."
 tar -C "$dsl" -cf - . | xz -T0 -4 | split -b "$bytes" -d - "$out/cutlass.part."
+tar -C "$v4" -cf - . | xz -T0 -4 | split -b "$bytes" -d - "$out/deepseek.part."
 ls -l "$out"

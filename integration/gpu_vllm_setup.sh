@@ -8,6 +8,7 @@ dsl=$1/nvidia_cutlass_dsl/dsl_packages  # which its wheel adds to the path by a 
 [ -d "$dsl" ] || dsl=
 source integration/gpu_setup.sh vllm "${2:-}" "$dsl" "$1"
 export VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_NO_USAGE_STATS=1
+export VLLM_DEEP_GEMM_WARMUP=skip  # which compiles some 300 kernels for the small DeepSeek-V4, and few are used
 if [ -d "$1/nccl" ]; then
     libraries=$(python3 -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/nvidia
     LD_LIBRARY_PATH=$(printf ':%s' "$1/nccl" "$libraries"/*/lib)

@@ -89,7 +89,7 @@ LIMITS = {
         "behind each {} MiB of a load in the background, {} of a save and {} of a load that a step waits for".format(
             *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
         ),
-        f"which writes a word {'four' if turns._NUM_WRITES == 4 else turns._NUM_WRITES} times",
+        f"which copies {turns._PAGE_BYTES >> 10} KiB in the same direction",
     ),
     "docs/choosing.md": (f"the connector takes `staging_memory`, {DEFAULTS.staging_memory >> 20} MiB",),
     "docs/control.md": (
