@@ -195,9 +195,15 @@ def test_a_folder_of_nobody_is_refused() -> None:
     worker = build_worker(
         Config(host_memory=1 << 20, storage=FOLDER | {"path": "~nobody-of-this-name/kv"})  # type: ignore[arg-type]
     )
-    with pytest.raises(ConfigError, match="storage at '~nobody-of-this-name/kv' cannot be used: "):
+    with pytest.raises(ConfigError, match=r"storage\.path='~nobody-of-this-name/kv' begins with the home of"):
         worker.register_kv_caches({"layer": [torch.zeros(4, 4096, dtype=torch.uint8)]}, 4)
     worker.shutdown()
+
+
+def test_a_trace_of_nobody_is_refused() -> None:
+    config = Config(host_memory=1 << 20, record_trace="~nobody-of-this-name/trace")
+    with pytest.raises(ConfigError, match="record_trace='~nobody-of-this-name/trace' begins with the home of nobody"):
+        build_scheduler(config, 16)
 
 
 @pytest.mark.parametrize("key", ["storage", "peer", "admin", "tenants"])
