@@ -50,7 +50,7 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
         from .replay.recorder import TraceRecorder
         from .scheduler.recording import RequestRecorder
 
-        recorder = TraceRecorder(Path(config.record_trace).expanduser(), block_size)
+        recorder = TraceRecorder(_expanded("record_trace", config.record_trace), block_size)
         observers.append(RequestRecorder(recorder.record, options.get("clock", time.monotonic)))
     if config.trace_requests:
         from .scheduler.traces import RequestTraces
@@ -77,7 +77,7 @@ def _open_pin_keeper(config: StorageConfig, identity: CacheIdentity, groups: Seq
     own = adopt_hash(root, hashlib.sha256(kinds.encode()).digest()) if kinds else root
     check, digest = choose_check(config.secret(), own)
     try:
-        return FolderPinKeeper(Path(config.path).expanduser(), digest, check)
+        return FolderPinKeeper(_expanded("storage.path", config.path), digest, check)
     except (OSError, ValueError, RuntimeError) as error:  # the worker half says so, too, where it can use no storage
         storage_logger.warning("storage at %s: pins end with this engine: %s", config.path, shortened(str(error)))
         return NoKeeper()
@@ -201,10 +201,10 @@ def open_storage(
     from .storage.filesystem.identities import note_identity
     from .storage.filesystem.layout import warn_of_small_disk
 
+    path = _expanded("storage.path", config.path)
     try:
-        path = Path(config.path).expanduser()
         storage = FilesystemStorage(path, digest, block_bytes, config.capacity, check=check)
-    except (OSError, ValueError, RuntimeError) as error:  # the last where `~` is nobody's
+    except (OSError, ValueError) as error:
         reason = shortened(str(error))
         if isinstance(error, OSError) and error.errno is not None:  # the system's, which knows of no setting
             reason += "; give storage.path a folder that this user may write to, or one that can be made"
@@ -286,3 +286,11 @@ def _same_host(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open
 
     open_direct = partial(CudaIpcTransport, pool, *where) if pool.device >= 0 else None
     return open_direct, partial(SharedMemoryTransport, pool, *where, staging_bytes)
+
+
+def _expanded(key: str, text: str) -> Path:
+    """The path that a setting names. Raises ConfigError where `~` is nobody's."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={shown(text)} begins with the home of nobody here: give an absolute path") from None

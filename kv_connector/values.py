@@ -37,7 +37,8 @@ def parse_size(value: object, key: str = "size") -> int:
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or (unit == 1 and "." in match[1]):
         raise ConfigError(
-            f'{key}={shown(value)} is not a size: give bytes as an integer or text such as "16GiB" or "512MB"'
+            f"{key}={shown(value)} is not a size: give bytes as an integer, or a number with a unit up to TiB in text "
+            'such as "16GiB" or "512MB"'
         )
     return int(Fraction(match[1]) * unit)
 

@@ -195,9 +195,15 @@ def test_a_folder_of_nobody_is_refused() -> None:
     worker = build_worker(
         Config(host_memory=1 << 20, storage=FOLDER | {"path": "~nobody-of-this-name/kv"})  # type: ignore[arg-type]
     )
-    with pytest.raises(ConfigError, match="storage at '~nobody-of-this-name/kv' cannot be used: "):
+    with pytest.raises(ConfigError, match=r"storage\.path='~nobody-of-this-name/kv' begins with the home of"):
         worker.register_kv_caches({"layer": [torch.zeros(4, 4096, dtype=torch.uint8)]}, 4)
     worker.shutdown()
+
+
+def test_a_trace_of_nobody_is_refused() -> None:
+    config = Config(host_memory=1 << 20, record_trace="~nobody-of-this-name/trace")
+    with pytest.raises(ConfigError, match="record_trace='~nobody-of-this-name/trace' begins with the home of nobody"):
+        build_scheduler(config, 16)
 
 
 @pytest.mark.parametrize("key", ["storage", "peer", "admin", "tenants"])
@@ -399,7 +405,8 @@ WRONG_PEER = [
     (SECRET | {"port": 70000}, "peer.port=70000: give an integer from 0 to 65535"),
     (SECRET | {"timeout_ms": 0}, "peer.timeout_ms=0: give an integer from 1 to"),
     (SECRET | {"deadline_ms": "long"}, "peer.deadline_ms='long': give an integer from 1 to"),
-    (SECRET | {"bind": "0.0.0.0"}, "peer.host='0.0.0.0' is no address that others can reach"),
+    (SECRET | {"bind": ""}, "peer.bind='' is no address that others can reach: give peer.host this machine's"),
+    (SECRET | {"bind": "0.0.0.0"}, "peer.bind='0.0.0.0' is no address that others can reach"),
     (SECRET | {"bind": None}, "peer.bind=None is not text: give it in quotes"),
     (SECRET | {"host": 7}, "peer.host=7 is not text: give it in quotes"),
     (SECRET | {"host": "[::]"}, "peer.host='::' is no address that others can reach"),
@@ -410,7 +417,7 @@ WRONG_PEER = [
     (SECRET | {"bind": "::1]"}, "peer.bind='::1]' is no host"),
     (SECRET | {"bind": "[]"}, "peer.bind='[]' is no host"),
     (SECRET | {"host": "[[::1]]"}, "peer.host='[[::1]]' is no host"),
-    (SECRET | {"bind": "0:0:0:0:0:0:0:0"}, "peer.host='0:0:0:0:0:0:0:0' is no address that others can reach"),
+    (SECRET | {"bind": "0:0:0:0:0:0:0:0"}, "peer.bind='0:0:0:0:0:0:0:0' is no address that others can reach"),
     ({"secret": 5}, "peer.secret is not text: give it in quotes"),
     ({"secret": " " * 16}, "peer.secret has 0 characters: give at least 16"),
     ({"secret_env": ""}, "peer.secret_env names no environment variable: give one such as 'KV_CONNECTOR_PEER_SECRET'"),

@@ -10,7 +10,7 @@ import pytest
 
 from integration.bench.peers import LOSSLESS
 from integration.figures.results import ROOT, rows_of
-from tests import figures_of_latest, figures_of_readme, figures_of_sglang, figures_of_turns
+from tests import figures_of_latest, figures_of_machines, figures_of_readme, figures_of_sglang, figures_of_turns
 from tests.kept_results import (
     by_regime,
     claim,
@@ -282,9 +282,17 @@ def changes() -> Iterator[str]:
 
 
 TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
+    "ARCHITECTURE.md": (figures_of_machines.memory_of_a_block,),
     "CHANGELOG.md": (changes,),
     "README.md": figures_of_readme.TOLD,
-    "docs/benchmarks.md": (benchmarks, start, policies, *figures_of_turns.TOLD, *figures_of_latest.TOLD),
+    "docs/benchmarks.md": (
+        benchmarks,
+        start,
+        policies,
+        *figures_of_turns.TOLD,
+        *figures_of_latest.TOLD,
+        *figures_of_machines.TOLD,
+    ),
     "docs/benchmarks_older.md": (
         *figures_of_readme.SUMMARY,
         figures_of_latest.by_choice_in_short,

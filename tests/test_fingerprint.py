@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kv_connector.fingerprint import changes_of, fingerprint_of
+from tests.waiting import until
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -128,7 +129,7 @@ def _bytes_read() -> int:
     return int(next(line for line in lines if line.startswith("rchar")).split()[1])
 
 
-@pytest.mark.parametrize("change", ["time", "content", "fewer", "more", "settings"])
+@pytest.mark.parametrize("change", ["time", "content", "in place", "fewer", "more", "settings"])
 def test_a_change_is_seen_without_reading(model: Path, change: str) -> None:
     """Also one that leaves times and sizes as they were; what decides nothing is not looked at."""
     first = changes_of(model)
@@ -136,12 +137,23 @@ def test_a_change_is_seen_without_reading(model: Path, change: str) -> None:
     assert changes_of(model) == first != ()
     path = model / "model-1.safetensors"
     status = path.stat()
-    if change == "content":
+
+    def is_another_moment() -> bool:
+        """For the file system, whose clock goes in steps of milliseconds."""
+        path.write_bytes(bytes(status.st_size))
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        return path.stat().st_ctime_ns != status.st_ctime_ns
+
+    if change == "time":
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+    elif change == "content":
         new = path.with_name("new")
         new.write_bytes(bytes(status.st_size))
         new.replace(path)
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + (change == "time")))
-    if change == "fewer":
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    elif change == "in place":
+        until(is_another_moment)
+    elif change == "fewer":
         path.unlink()
     elif change == "more":
         (model / "other.bin").write_bytes(b"")

@@ -177,6 +177,8 @@ def compare(
             theirs = rates[clients[side.object_bytes].name, action]
             share = median(mine / its for mine, its in zip(rates[side.name, action], theirs, strict=True))
             print(f"{side.name:38} {action}: {share:.2f} of Mooncake's client")
+            (row,) = [row for row in report.rows if (row["side"], row["action"]) == (side.name, action)]
+            row["share_of_client"] = share
             if side.block_bytes in CLAIMED_SIZES:
                 report.claim(f"{action}_of_{side.block_bytes >> 10}_kib_blocks", share, GOAL, "ratio", "higher")
 

@@ -17,6 +17,8 @@ __all__ = ["main", "make_parser"]
 
 _COMMANDS = (doctor, size, simulate, top, admin, calibrate, storage, completion)
 """In the order of the help. Each has `add`; what is slow to import it imports when it runs."""
+_OF_ENGINES = {"torch", "triton", "numpy"}
+"""What an engine brings, in the versions that it needs; the package is installed beside it with `--no-deps`."""
 _STDOUT = 1
 _INTERRUPTED, _CUT_OFF = 130, 141
 """As shells have it of who was ended by Ctrl-C, and by the end of who reads."""
@@ -38,6 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except (OSError, ConfigError) as error:
         print(f"error: {_said(error)}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in _OF_ENGINES:
+            raise
+        print(
+            f"error: {error.name} is not installed in {sys.prefix}: run this in the engine's environment, which has it",
+            file=sys.stderr,
+        )
         return 2
 
 

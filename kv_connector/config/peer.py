@@ -83,12 +83,13 @@ class PeerConfig:
         self._check_address_and_secret()
 
     def _check_address_and_secret(self) -> None:
+        given = "host" if self.host else "bind"
         if not self.host:
             object.__setattr__(self, "host", self.bind)
         if is_any_address(self.host):
             raise ConfigError(
-                f"peer.host={shown(self.host)} is no address that others can reach: give this machine's, or give it as "
-                "peer.bind and leave this out"
+                f"peer.{given}={shown(self.host)} is no address that others can reach: give peer.host this machine's, "
+                "or give it as peer.bind and leave peer.host out"
             )
         if not self.secret:
             if not is_variable(self.secret_env):

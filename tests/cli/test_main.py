@@ -56,6 +56,17 @@ def test_what_an_extra_is_missing_for_is_said(
     assert "pip install 'shtab>=1.7'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("command", "name"), [("doctor", "torch"), ("calibrate", "torch"), ("simulate", "numpy")])
+def test_where_no_engine_is_installed_that_is_said(tmp_path: Path, command: str, name: str) -> None:
+    """As after `pip install --no-deps` in an environment of its own."""
+    (tmp_path / "trace").write_text("")
+    words = [command, str(tmp_path / "trace")] if command == "simulate" else [command]
+    code = f"import sys\nsys.modules[{name!r}] = None\nfrom kv_connector.cli import main\nsys.exit(main({words}))"
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    told = f"error: {name} is not installed in {sys.prefix}: run this in the engine's environment, which has it\n"
+    assert (child.returncode, child.stderr) == (2, told)
+
+
 def test_who_reads_no_more_gets_no_error(tmp_path: Path) -> None:
     """As `head` does; and a check that was cut off is not told as one that found nothing."""
     trace = tmp_path / "trace.jsonl"

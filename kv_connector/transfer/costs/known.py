@@ -21,7 +21,8 @@ def link_costs(form: HostForm, config: Config) -> LinkCosts:
             return decode(Path(config.calibration).read_text(), config.calibration)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"calibration={shown(config.calibration)} cannot be read: {shortened(str(error))}"
+                f"calibration={shown(config.calibration)} cannot be read: {shortened(str(error))}; give a file that "
+                "`kv-connector calibrate --json` wrote, or leave it out"
             ) from error
     is_worth_it = form.layout.device.type == "cuda" and config.pin_memory and config.host_memory >= NUM_BYTES
     if config.calibration == "off" or not is_worth_it:

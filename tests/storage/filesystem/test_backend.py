@@ -271,6 +271,7 @@ def test_where_eviction_does_not_help_on_a_full_disk_the_writes_are_lost_and_not
     def full(descriptor: int, size: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    allocate = temporaries._allocate
     store.recovered.result(SECONDS)  # it opens files, too
     for name in "abcd":
         assert all(put(store, keys_of(name)))
@@ -282,6 +283,9 @@ def test_where_eviction_does_not_help_on_a_full_disk_the_writes_are_lost_and_not
     assert [all(get(store, keys_of(name))) for name in "abcd"] == [False, False, True, True], "it was tried once"
     monkeypatch.undo()
     assert all(put(store, keys_of("e")))
+    times_full = iter([True, False])
+    monkeypatch.setattr(temporaries, "_allocate", lambda *given: full(*given) if next(times_full) else allocate(*given))
+    assert all(put(store, keys_of("f"))), "it is tried again behind a file that was made"
     assert store.stats()["failed_writes_blocks"] == 3 * PER_PACK
     assert len(caplog.records) == 1
     assert not list((store.folder.layout.root / "tmp").iterdir())

@@ -146,7 +146,7 @@ def test_a_spoiled_file_is_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"calibration='/nowhere\.json' cannot be read"):
+    with pytest.raises(ConfigError, match=r"calibration='/nowhere\.json' cannot be read: .*; give a file that"):
         costs_of(Config(host_memory=1, calibration="/nowhere.json"))
 
 
