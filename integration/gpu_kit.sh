@@ -51,7 +51,8 @@ v4=$work/v4
 python3 -m pip install -qqq --no-compile "${target[@]}" --target "$v4" tilelang==0.1.12 z3-solver==4.15.4.0 \
     torch-c-dlpack-ext==0.1.5
 unzip -q "$work"/vllm-*.whl 'vllm/third_party/deep_gemm/*' 'vllm/_flashmla*' 'vllm/_deepselect*' -d "$v4"
-rm -r "$v4/tilelang/3rdparty/composable_kernel"  # of AMD's GPUs
+rm -r "$v4/tilelang/3rdparty/composable_kernel" "$v4/bin"  # of AMD's GPUs, and Z3's command line
+ln -sf libz3.so.4.15 "$v4/z3/lib/libz3.so"
 find "$v4" -name '*.so*' -type f -size +1M -exec strip --strip-unneeded {} +
 find "$v4/vllm" -name '*.so*' -type f -size +1M -print0 | xargs -0 python3 -m integration.one_architecture 90
 rm -f "$out"/{kit,cutlass,deepseek}.part.*
