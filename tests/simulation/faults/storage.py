@@ -654,9 +654,25 @@ STORAGE: tuple[Mutant, ...] = (
         "a disk that was full of others' files once keeps what it has for good",
         (
             Patch(
-                f"{_FILESYSTEM}/folder.py", "        self._may_evict = True\n        return made", "        return made"
+                f"{_FILESYSTEM}/folder.py",
+                "        self._may_evict = True\n        return result",
+                "        return result",
             ),
         ),
         tested("tests/storage/filesystem/test_disks.py::test_on_a_disk_that_is_full_what_was_used_longest_ago_goes"),
+    ),
+    Mutant(
+        "full-disk-without-index",
+        "a disk with room for a pack, and none for what the index says of it, takes nothing more",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "self._evicting(partial(self.contents.tell, records), ",
+                "(lambda *_: self.contents.tell(records))(",
+            ),
+        ),
+        tested(
+            "tests/storage/filesystem/test_disks.py::test_a_disk_with_room_for_a_pack_and_not_for_the_index_is_full"
+        ),
     ),
 )
