@@ -158,15 +158,8 @@ class PackFolder:
 
     def remove(self, pack: Pack) -> int:
         """Delete a pack; how many blocks can be read no more. What cannot be deleted counts, and is tried again."""
-        self.opened.drop(pack.name)
-        try:
-            os.unlink(self.layout.path(pack.name))
-        except FileNotFoundError:
-            self.missed(pack.name)
-            return 0
-        except OSError:
-            return self.catalog.hide(pack)
-        return self.catalog.forget(pack.name)
+        num_blocks = self._delete(pack)
+        return self.catalog.hide(pack) if num_blocks is None else num_blocks
 
     def _evicting(self, call: Callable[[], T], size: int) -> T:
         """Make a call that writes. Evicts on a full disk as where the capacity is reached, twice the `size` of what is
@@ -182,6 +175,18 @@ class PackFolder:
             result = call()
         self._may_evict = True
         return result
+
+    def _delete(self, pack: Pack) -> int | None:
+        """How many blocks have gone with its file; None where that cannot be deleted."""
+        self.opened.drop(pack.name)
+        try:
+            os.unlink(self.layout.path(pack.name))
+        except FileNotFoundError:
+            self.missed(pack.name)
+            return 0
+        except OSError:
+            return None
+        return self.catalog.forget(pack.name)
 
     def _tell(self, packs: Iterable[Pack], now: int) -> None:
         """Others, and the next start, when these were used; of those that nobody knows any more, now."""
@@ -211,7 +216,7 @@ class PackFolder:
         return None
 
     def _make_room(self, beyond: int) -> None:
-        """Evict packs until `used_bytes` plus `beyond` is not above 0."""
+        """Evict packs until `used_bytes` plus `beyond` is not above 0; those that cannot be deleted are read on."""
         stuck = []
         while self.catalog.used_bytes + beyond > 0 and (oldest := self.catalog.take_oldest()) is not None:
             pack, known_ns = oldest
@@ -219,9 +224,10 @@ class PackFolder:
             if used_ns > known_ns:  # another process used it: not the oldest after all
                 self.catalog.queue(pack, used_ns)
                 continue
-            self.evicted_blocks += self.remove(pack)
-            if pack.name in self.catalog:
+            if (num_blocks := self._delete(pack)) is None:
                 stuck.append(oldest)
+            else:
+                self.evicted_blocks += num_blocks
         for pack, known_ns in stuck:
             self.catalog.queue(pack, known_ns)
 

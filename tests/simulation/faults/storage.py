@@ -519,9 +519,21 @@ STORAGE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "undeleted-is-uncounted",
-        "a pack that cannot be deleted takes no room",
-        (Patch(f"{_FILESYSTEM}/folder.py", "            return self.catalog.hide(pack)\n", "            pass\n"),),
-        tested(_SIMULATED_DISK),
+        "a pack that cannot be deleted takes no room, and is not found",
+        (Patch(f"{_FILESYSTEM}/folder.py", "            return None\n", "            pass\n"),),
+        tested(f"{_BACKEND}::test_what_cannot_be_deleted_to_make_room_is_found_as_before"),
+    ),
+    Mutant(
+        "undeleted-is-hidden",
+        "where packs cannot be deleted to make room none of them is found any more",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "                stuck.append(oldest)\n",
+                "                stuck.append(oldest)\n                self.catalog.hide(pack)\n",
+            ),
+        ),
+        tested(f"{_BACKEND}::test_what_cannot_be_deleted_to_make_room_is_found_as_before"),
     ),
     Mutant(
         "missed-is-gone",
