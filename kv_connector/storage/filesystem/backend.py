@@ -113,7 +113,6 @@ class FilesystemStorage(ThreadedStorage):
         ]
         self._run_all([call for pack in packs for call in self._writer.calls(pack)])
         written = {key for header in self._writer.complete(packs) for key in header.keys}
-        self.count(evicted_blocks=room.evicted_blocks)
         return self.count_stored(keys, new, written, self._block_bytes)
 
     def forget(self, keys: list[bytes]) -> int:
@@ -125,8 +124,9 @@ class FilesystemStorage(ThreadedStorage):
 
     def stats(self) -> dict[str, float]:
         """See `Storage.stats`. Waits for no disk: gauges are plain numbers."""
-        catalog = self.folder.catalog
-        return super().stats() | {"stored_blocks": catalog.num_blocks, "stored_bytes": catalog.used_bytes}
+        catalog, evicted = self.folder.catalog, self.folder.evicted_blocks
+        gauges = {"stored_blocks": catalog.num_blocks, "stored_bytes": catalog.used_bytes}
+        return super().stats() | gauges | {"evicted_blocks": evicted}
 
     def _slots(self, keys: Iterable[bytes]) -> dict[bytes, Slot]:
         """Where those of these blocks lie that are known."""

@@ -16,7 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from ..checksums import CRC_BYTES
 from .catalog import SKEW_NS, Pack
@@ -27,6 +29,7 @@ from .layout import FolderLayout
 from .packs import PackHeader, pack_bytes
 from .temporaries import Temporaries, Temporary
 
+T = TypeVar("T")
 _LIST_NS = 10 * 10**9
 """Room that others have made is found where they must have made it: among what was used longest ago. What an operator
 deletes may be anything, and is found this long behind it."""
@@ -42,10 +45,9 @@ def room_bytes(count: int, block_bytes: int, checksum_bytes: int = CRC_BYTES) ->
 
 @dataclass(slots=True)
 class Reservation:
-    """New temporary files, None where there was no room; what was evicted; the last error."""
+    """New temporary files, None where there was no room; the last error."""
 
     files: list[Temporary | None] = field(default_factory=list)
-    evicted_blocks: int = 0
     error: OSError | None = None
 
 
@@ -69,10 +71,12 @@ class PackFolder:
         """What lies there, and what else is known of it."""
         self.catalog = self.contents.catalog
         """See `FolderContents`."""
+        self.evicted_blocks = 0
+        """Of all packs that made room, since the folder was opened."""
         self._read_lock = threading.Lock()
         self._read: dict[str, Pack] = {}  # since `_told_ns`, when the folder was told
         self._told_ns = 0
-        self._may_evict = True  # on a full disk: see `_new_file`
+        self._may_evict = True  # on a full disk: see `_evicting`
 
     def recover(self) -> None:
         """Take in what lies there, and see to it that the next start is quick. Raises OSError."""
@@ -128,10 +132,10 @@ class PackFolder:
                 self.contents.look_at_told()
             self.contents.look_again()
             for size, room in packs:
-                result.evicted_blocks += self._make_room(taken + room - self._capacity)
+                self._make_room(taken + room - self._capacity)
                 try:
                     fits = taken + self.catalog.used_bytes + room <= self._capacity
-                    result.files.append(self._new_file(size, result) if fits else None)
+                    result.files.append(self._evicting(partial(self._temporaries.new, size), size) if fits else None)
                 except OSError as error:
                     result.files.append(None)
                     result.error = error
@@ -148,11 +152,32 @@ class PackFolder:
             return []
         records = [(self.catalog.now(), header.text()) for _, header in files]
         with self.layout.exclusive():
-            self.contents.tell(records)
+            # There may be room for the files and none for the index, which may have to be written anew.
+            self._evicting(partial(self.contents.tell, records), sum(header.file_bytes for _, header in files))
             return [self._rename(file, record) for (file, _), record in zip(files, records, strict=True)]
 
     def remove(self, pack: Pack) -> int:
         """Delete a pack; how many blocks can be read no more. What cannot be deleted counts, and is tried again."""
+        num_blocks = self._delete(pack)
+        return self.catalog.hide(pack) if num_blocks is None else num_blocks
+
+    def _evicting(self, call: Callable[[], T], size: int) -> T:
+        """Make a call that writes. Evicts on a full disk as where the capacity is reached, twice the `size` of what is
+        added, as other files grow too. Where that did not help somebody else takes the room, and nothing more is
+        evicted for it before something was written. Raises OSError."""
+        try:
+            result = call()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._may_evict:
+                raise
+            self._may_evict = False
+            self._make_room(2 * size - self.catalog.used_bytes)
+            result = call()
+        self._may_evict = True
+        return result
+
+    def _delete(self, pack: Pack) -> int | None:
+        """How many blocks have gone with its file; None where that cannot be deleted."""
         self.opened.drop(pack.name)
         try:
             os.unlink(self.layout.path(pack.name))
@@ -160,23 +185,8 @@ class PackFolder:
             self.missed(pack.name)
             return 0
         except OSError:
-            return self.catalog.hide(pack)
+            return None
         return self.catalog.forget(pack.name)
-
-    def _new_file(self, size: int, result: Reservation) -> Temporary:
-        """Evicts on a full disk as where the capacity is reached, twice that size, as other files grow too. Where that
-        did not help somebody else takes the room, and nothing more is evicted for it before a file was made. Raises
-        OSError."""
-        try:
-            made = self._temporaries.new(size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not self._may_evict:
-                raise
-            self._may_evict = False
-            result.evicted_blocks += self._make_room(2 * size - self.catalog.used_bytes)
-            made = self._temporaries.new(size)
-        self._may_evict = True
-        return made
 
     def _tell(self, packs: Iterable[Pack], now: int) -> None:
         """Others, and the next start, when these were used; of those that nobody knows any more, now."""
@@ -205,21 +215,21 @@ class PackFolder:
         self.catalog.add([(facts, keys)])
         return None
 
-    def _make_room(self, beyond: int) -> int:
-        """Evict packs until `used_bytes` plus `beyond` is not above 0; blocks gone."""
-        num_blocks, stuck = 0, []
+    def _make_room(self, beyond: int) -> None:
+        """Evict packs until `used_bytes` plus `beyond` is not above 0; those that cannot be deleted are read on."""
+        stuck = []
         while self.catalog.used_bytes + beyond > 0 and (oldest := self.catalog.take_oldest()) is not None:
             pack, known_ns = oldest
             used_ns = self._used_since(pack, known_ns)
             if used_ns > known_ns:  # another process used it: not the oldest after all
                 self.catalog.queue(pack, used_ns)
                 continue
-            num_blocks += self.remove(pack)
-            if pack.name in self.catalog:
+            if (num_blocks := self._delete(pack)) is None:
                 stuck.append(oldest)
+            else:
+                self.evicted_blocks += num_blocks
         for pack, known_ns in stuck:
             self.catalog.queue(pack, known_ns)
-        return num_blocks
 
     def _used_since(self, pack: Pack, known_ns: int) -> int:
         """When it was used according to the folder. A time that has not come says nothing: a clock was wrong once."""

@@ -519,9 +519,21 @@ STORAGE: tuple[Mutant, ...] = (
     ),
     Mutant(
         "undeleted-is-uncounted",
-        "a pack that cannot be deleted takes no room",
-        (Patch(f"{_FILESYSTEM}/folder.py", "            return self.catalog.hide(pack)\n", "            pass\n"),),
-        tested(_SIMULATED_DISK),
+        "a pack that cannot be deleted takes no room, and is not found",
+        (Patch(f"{_FILESYSTEM}/folder.py", "            return None\n", "            pass\n"),),
+        tested(f"{_BACKEND}::test_what_cannot_be_deleted_to_make_room_is_found_as_before"),
+    ),
+    Mutant(
+        "undeleted-is-hidden",
+        "where packs cannot be deleted to make room none of them is found any more",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "                stuck.append(oldest)\n",
+                "                stuck.append(oldest)\n                self.catalog.hide(pack)\n",
+            ),
+        ),
+        tested(f"{_BACKEND}::test_what_cannot_be_deleted_to_make_room_is_found_as_before"),
     ),
     Mutant(
         "missed-is-gone",
@@ -654,9 +666,25 @@ STORAGE: tuple[Mutant, ...] = (
         "a disk that was full of others' files once keeps what it has for good",
         (
             Patch(
-                f"{_FILESYSTEM}/folder.py", "        self._may_evict = True\n        return made", "        return made"
+                f"{_FILESYSTEM}/folder.py",
+                "        self._may_evict = True\n        return result",
+                "        return result",
             ),
         ),
         tested("tests/storage/filesystem/test_disks.py::test_on_a_disk_that_is_full_what_was_used_longest_ago_goes"),
+    ),
+    Mutant(
+        "full-disk-without-index",
+        "a disk with room for a pack, and none for what the index says of it, takes nothing more",
+        (
+            Patch(
+                f"{_FILESYSTEM}/folder.py",
+                "self._evicting(partial(self.contents.tell, records), ",
+                "(lambda *_: self.contents.tell(records))(",
+            ),
+        ),
+        tested(
+            "tests/storage/filesystem/test_disks.py::test_a_disk_with_room_for_a_pack_and_not_for_the_index_is_full"
+        ),
     ),
 )

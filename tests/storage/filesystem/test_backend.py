@@ -291,6 +291,27 @@ def test_where_eviction_does_not_help_on_a_full_disk_the_writes_are_lost_and_not
     assert not list((store.folder.layout.root / "tmp").iterdir())
 
 
+def test_what_cannot_be_deleted_to_make_room_is_found_as_before(
+    store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems need room to delete a file, and have none at their quota."""
+
+    def full(path: Path, *arguments: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", str(path))
+
+    for name in "abcd":
+        assert all(put(store, keys_of(name)))
+    monkeypatch.setattr(temporaries, "_allocate", full)
+    monkeypatch.setattr(os, "unlink", full)
+    assert put(store, keys_of("e")) == [False] * PER_PACK
+    monkeypatch.undo()
+    assert all(all(get(store, keys_of(name))) for name in "abcd")
+    assert store.stats()["evicted_blocks"] == 0
+    assert store.stats()["stored_bytes"] == sum(file.stat().st_size for file in files_of(store.folder.layout.root))
+    assert store.remove(keys_of("a")).result(SECONDS) == PER_PACK
+    assert all(put(store, keys_of("e")))
+
+
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 def test_a_broken_disk_is_a_miss(store: FilesystemStorage, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     def broken(*arguments: object) -> int:

@@ -71,6 +71,24 @@ def test_on_a_disk_that_is_full_what_was_used_longest_ago_goes(disk: Path, caplo
     store.close()
 
 
+def test_a_disk_with_room_for_a_pack_and_not_for_the_index_is_full(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store(disk / "store", capacity=1 << 30)
+    store.recovered.result(SECONDS)
+    assert all(all(put(store, keys_of(turn))) for turn in range(3))
+    pack_bytes = files_of(disk / "store")[0].stat().st_size
+    with open(disk / "file", "wb") as other:
+        room = os.statvfs(disk)
+        os.posix_fallocate(other.fileno(), 0, room.f_bavail * room.f_frsize - pack_bytes)
+    for turn in range(3, 8):
+        assert all(put(store, keys_of(turn)))
+        assert all(get(store, keys_of(turn)))
+    assert store.stats()["evicted_blocks"] == store.stats()["written_blocks"] - store.stats()["stored_blocks"] > 0
+    store.close()
+    assert not caplog.records
+
+
 def test_an_unmounted_disk_is_not_replaced_by_the_one_below(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Which may be the system's own, and was not meant. When it is back all of it is, and what is new is written."""
     store = open_store(disk / "store", capacity=DISK_BYTES // 2)
