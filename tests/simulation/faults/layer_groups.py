@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 
 _LOOKUP = "kv_connector/index/lookup.py"
+_GROUPS = "kv_connector/index/groups.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
@@ -51,25 +52,25 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "named-by-the-first-hash",
         "a block has the hash at its beginning, which does not cover what it holds",
-        (Patch(_LOOKUP, "range(size - 1, len(self) * size, size)", "range(0, len(self) * size, size)"),),
+        (Patch(_GROUPS, "range(size - 1, len(self) * size, size)", "range(0, len(self) * size, size)"),),
         _WORLDS,
     ),
     Mutant(
         "chunk-begins-behind",
         "a hit does without the first block of the chunk that its next token is in",
-        (Patch(_LOOKUP, "return end - end % self.chunk_blocks", "return end - max(0, end % self.chunk_blocks - 1)"),),
+        (Patch(_GROUPS, "return end - end % self.chunk_blocks", "return end - max(0, end % self.chunk_blocks - 1)"),),
         tested("tests/simulation/test_chunks.py::test_chunked_attention_breaks_no_promise"),
     ),
     Mutant(
         "windows-truncated",
         "a request goes on behind blocks in front of its window, which no load was to fill",
-        (Patch(_LOOKUP, "len(groups) == 1 and groups[0].is_full", "len(groups) == 1"),),
+        (Patch(_GROUPS, "len(groups) == 1 and groups[0].is_full", "len(groups) == 1"),),
         _WORLDS,
     ),
     Mutant(
         "ends-within-a-block",
         "a hit may end within a block of a group",
-        (Patch(_LOOKUP, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
+        (Patch(_GROUPS, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
         tested(_HITS),
     ),
     Mutant(
@@ -209,7 +210,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "ends-with-drafts",
         "a hit ends inside of a block behind which a draft layer needs rows that it has not",
-        (Patch(_LOOKUP, "ends_within and not drop_last_block", "ends_within"),),
+        (Patch(_GROUPS, "ends_within and not drop_last_block", "ends_within"),),
         tested("tests/index/test_lookup.py::test_no_hit_ends_inside_of_a_block_that_is_left_to_draft_layers"),
     ),
     Mutant(
@@ -223,7 +224,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "the block that a hit ends with is taken to have left the window",
         (
             Patch(
-                _LOOKUP,
+                _GROUPS,
                 "self.first_needed(-(-num_tokens // block_tokens))",
                 "self.first_needed(num_tokens // block_tokens + 1)",
             ),
