@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from ...errors import KVConnectorError, TransferError
 from ...transfer.cuda.driver import check, libcuda, primary_context
 from ..base import (
-    CLOCK,
-    Clock,
     Marker,
     PeerError,
     PeerPool,
@@ -25,9 +23,10 @@ from ..base import (
     Push,
     Pushed,
     Writer,
-    check_int,
 )
+from ..clock import CLOCK, Clock
 from ..wire.channel import SideChannel
+from ..wire.fields import check_int
 from ..wire.messages import WireMessage, Written
 from ..wire.peer_info import PeerInfo
 from .one_sided import OneSided, OpenChannel

@@ -21,8 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from ..base import CLOCK, Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
+from ..base import Ids, PeerError, PeerPool, Push, Pushed
+from ..clock import CLOCK, Clock
 from ..wire.channel import SideChannel
+from ..wire.fields import check_int, check_text
 from ..wire.messages import MAX_MESSAGE, Written, decode, encode
 from ..wire.peer_info import PeerInfo
 from .nixl_agent import DROP_SECONDS, LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign

@@ -17,9 +17,7 @@ from typing import Any, Protocol
 
 from ...errors import KVConnectorError
 from ..base import (
-    CLOCK,
     Arrived,
-    Clock,
     Connected,
     Lost,
     Message,
@@ -30,6 +28,7 @@ from ..base import (
     Push,
     Pushed,
 )
+from ..clock import CLOCK, Clock
 from ..wire.channel import SideChannel
 from ..wire.messages import Filled, Want, WireMessage
 from ..wire.peer_info import PeerInfo

@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ...types import PeerJob
-from ..base import Connected, PeerError, PeerTransport, Push, Pushed, check_ids
+from ..base import Connected, PeerError, PeerTransport, Push, Pushed
 from ..identity import PeerIdentity
+from ..wire.fields import check_ids
 from ..wire.messages import HASH_BYTES, Nothing, Refused, Stop, Stopped, Want, WireMessage
 from .early import NOT_HELD, Asker, Early, Key, Wanted
 

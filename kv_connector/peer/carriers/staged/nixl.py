@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...base import CLOCK, Clock, PeerError, PeerPool
+from ...base import PeerError, PeerPool
+from ...clock import CLOCK, Clock
 from ...wire.messages import RingMapped, RingOffered
 from ...wire.peer_info import PeerInfo
 from ..nixl_agent import LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign

@@ -11,7 +11,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...base import PeerError, PeerPool, check_text
+from ...base import PeerError, PeerPool
+from ...wire.fields import check_text
 from ...wire.messages import RingMapped, RingOffered
 from ...wire.peer_info import PeerInfo
 from . import ring

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....errors import ConfigError, KVConnectorError
-from ...base import CLOCK, Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
+from ...base import Marker, PeerError, PeerPool, Push, Pushed
+from ...clock import CLOCK, Clock
 from ...wire.channel import SideChannel
+from ...wire.fields import check_int
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ...wire.peer_info import PeerInfo
 from ..one_sided import OpenChannel, OverChannel
