@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
     from .index import BlockGroup, CacheIdentity
     from .peer.base import PeerPool, PeerTransport, PoolRegion
+    from .peer.carriers.over_channel import Endpoint
     from .peer.identity import PeerIdentity
     from .peer.protocol.jobs import PeerJobs
-    from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
     from .scheduler.control.keeping import PinKeeper
     from .storage.base import GroupedStorage
@@ -214,7 +214,6 @@ def open_storage(
     return storage
 
 
-_Where = tuple["PeerInfo", str, int, bytes, float]
 _Open = Callable[[], "PeerTransport"]
 
 
@@ -244,12 +243,13 @@ def _peer_identity(identity: RankIdentity, regions: Sequence[PoolRegion]) -> Pee
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The transport of one rank, for its pool; listens at its port. Raises ConfigError where that cannot be done."""
     from .peer.base import PeerError
+    from .peer.carriers.over_channel import Endpoint
     from .peer.wire.peer_info import PeerInfo
 
     info = PeerInfo(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0
-    where: _Where = info, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3
-    open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, where, config.staging_memory)
+    endpoint = Endpoint(info, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3)
+    open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, endpoint, config.staging_memory)
     if config.route is not PeerRoute.STAGED and open_direct is not None:
         try:
             transport = open_direct()
@@ -271,18 +271,19 @@ def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, p
     return open_staged()
 
 
-def _nixl(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
+def _nixl(pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> tuple[_Open | None, _Open]:
     from .peer.carriers.nixl import NixlTransport
     from .peer.carriers.nixl_agent import start_agent
     from .peer.carriers.staged.nixl import NixlStagedTransport
 
     agent = start_agent()
-    return partial(NixlTransport, agent, pool, *where), partial(NixlStagedTransport, agent, pool, *where, staging_bytes)
+    open_staged = partial(NixlStagedTransport, agent, pool, endpoint, staging_bytes)
+    return partial(NixlTransport, agent, pool, endpoint), open_staged
 
 
-def _same_host(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
+def _same_host(pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> tuple[_Open | None, _Open]:
     from .peer.carriers.cuda_ipc import CudaIpcTransport
     from .peer.carriers.staged.shared_memory import SharedMemoryTransport
 
-    open_direct = partial(CudaIpcTransport, pool, *where) if pool.device >= 0 else None
-    return open_direct, partial(SharedMemoryTransport, pool, *where, staging_bytes)
+    open_direct = partial(CudaIpcTransport, pool, endpoint) if pool.device >= 0 else None
+    return open_direct, partial(SharedMemoryTransport, pool, endpoint, staging_bytes)

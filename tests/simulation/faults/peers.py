@@ -387,7 +387,7 @@ PEERS: tuple[Mutant, ...] = (
         "an owner that has nothing to do is taken for one that stands still, and its fence does not end",
         (
             Patch(
-                "kv_connector/peer/carriers/one_sided.py",
+                "kv_connector/peer/carriers/over_channel.py",
                 "        self._leases.turn()\n        if self._is_busy():",
                 "        if self._is_busy():",
             ),
@@ -503,13 +503,13 @@ PEERS: tuple[Mutant, ...] = (
     Mutant(
         "unmet-heard",
         "what a peer says whose info was refused is taken for what a peer says",
-        (Patch("kv_connector/peer/carriers/one_sided.py", "if event.link in self._met:", "if True:"),),
+        (Patch("kv_connector/peer/carriers/over_channel.py", "if event.link in self._met:", "if True:"),),
         tested(f"{_WIRE}::test_what_a_peer_says_behind_an_introduction_that_is_refused_is_nobodys"),
     ),
     Mutant(
         "halves-of-characters",
         "text that cannot be written in UTF-8 is taken",
-        (Patch("kv_connector/peer/base.py", " <= character <= ", " > character > "),),
+        (Patch("kv_connector/peer/wire/fields.py", " <= character <= ", " > character > "),),
         tested("tests/peer/wire/test_messages.py"),
     ),
     Mutant(
