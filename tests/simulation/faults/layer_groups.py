@@ -10,6 +10,7 @@ _LEASES = "kv_connector/scheduler/loads/leases.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _HALF = "kv_connector/scheduler/half.py"
+_SCHEDULED = "kv_connector/scheduler/scheduled.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
 _WORLDS = tested("tests/simulation/test_layer_groups.py::test_layers_of_several_kinds_break_no_promise")
@@ -102,7 +103,9 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "what a step may write to is looked for at the same places of all tables, whatever blocks they have",
         (
             Patch(
-                _HALF, "written += table.block_ids[first // size :]", "written += table.block_ids[first // sizes[0] :]"
+                _SCHEDULED,
+                "written += table.block_ids[first // size :]",
+                "written += table.block_ids[first // sizes[0] :]",
             ),
         ),
         tested("tests/scheduler/test_steps.py"),
@@ -135,7 +138,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "unscheduled-states-forgotten",
         "states of requests that the step does not compute are not saved",
-        (Patch(_HALF, "for request_id, states in told.items():", "for request_id, states in ():"),),
+        (Patch(_SCHEDULED, "for request_id, states in told.items():", "for request_id, states in ():"),),
         tested(_SAVES),
     ),
     Mutant(
