@@ -41,7 +41,7 @@ from ...types import NO_BLOCK, BlockHash
 from ..settings import needs_identity
 from .fragments import Fragment, Inserts, PageOrder, Promises, page_hashes
 from .identity import read_backend, read_identity
-from .launch import read_settings, refuse_unserved
+from .launch import read_settings, refuse_unsupported
 from .pools import DevicePages, PageIds
 from .ranks import Ranks
 from .replica import Replica
@@ -104,7 +104,7 @@ class TieredKVLinker(UnifiedCacheLinker):
     ) -> None:
         """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         settings = read_settings(extra_config)
-        refuse_unserved(params, components)
+        refuse_unsupported(params, components)
         config, self._keep_on_flush = settings.config, settings.keep_on_flush
         self.forward_stream = forward_stream
         self._pages = pages = DevicePages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
