@@ -15,15 +15,7 @@ from dataclasses import dataclass
 
 from ...errors import KVConnectorError, TransferError
 from ...transfer.cuda.driver import check, libcuda, primary_context
-from ..base import (
-    Marker,
-    PeerError,
-    PeerPool,
-    PoolRegion,
-    Push,
-    Pushed,
-    Writer,
-)
+from ..base import Marker, PeerError, PeerPool, PoolRegion, Push, Pushed, Writer
 from ..wire.fields import check_int
 from ..wire.messages import WireMessage, Written
 from ..wire.peer_info import PeerInfo

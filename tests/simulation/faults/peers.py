@@ -21,7 +21,9 @@ _ASKED = "tests/scheduler/peers/test_companion.py"
 _STOPS = "tests/peer/test_stops.py"
 _WANTS = "tests/peer/protocol/test_offers.py"
 _RECEIVED = "tests/peer/protocol/test_receives.py"
-_WIRE = "tests/peer/wire/test_unauthenticated.py"
+_HANDSHAKE = "tests/peer/wire/test_handshake.py"
+_SEALS = "tests/peer/wire/test_session.py"
+_BROKEN = "tests/peer/carriers/staged/test_broken_peers.py"
 _SENT = "tests/worker/test_peers.py"
 
 PEERS: tuple[Mutant, ...] = (
@@ -444,7 +446,7 @@ PEERS: tuple[Mutant, ...] = (
         "keys-alike",
         "caller and listener seal with the same key, so that what one has said can be sent back to it",
         (Patch(_SESSION, '_expand(extracted, b"listener")', '_expand(extracted, b"caller")'),),
-        tested(_WIRE),
+        tested(_HANDSHAKE),
     ),
     Mutant(
         "seals-unchecked",
@@ -462,13 +464,13 @@ PEERS: tuple[Mutant, ...] = (
         "seals-unnumbered",
         "whoever carries messages can leave some out, repeat or swap them",
         (Patch(_SESSION, "_NUMBER.pack(number) + message", "message"),),
-        tested(_WIRE),
+        tested(_SEALS),
     ),
     Mutant(
         "nonces-forgotten",
         "what was said over one link can be said again over another",
         (Patch(_SESSION, "hmac.digest(caller_nonce + listener_nonce, secret", 'hmac.digest(b"salt", secret'),),
-        tested(_WIRE),
+        tested(_HANDSHAKE),
     ),
     Mutant(
         "nothing-by-anybody",
@@ -504,7 +506,7 @@ PEERS: tuple[Mutant, ...] = (
         "unmet-heard",
         "what a peer says whose info was refused is taken for what a peer says",
         (Patch("kv_connector/peer/carriers/over_channel.py", "if event.link in self._met:", "if True:"),),
-        tested(f"{_WIRE}::test_what_a_peer_says_behind_an_introduction_that_is_refused_is_nobodys"),
+        tested(f"{_HANDSHAKE}::test_what_a_peer_says_behind_an_introduction_that_is_refused_is_nobodys"),
     ),
     Mutant(
         "halves-of-characters",
@@ -710,7 +712,7 @@ PEERS: tuple[Mutant, ...] = (
                 "        if differences and not self.is_caller:\n",
             ),
         ),
-        tested(f"{_WIRE}::test_a_caller_refuses_a_listener_of_another_model"),
+        tested(f"{_HANDSHAKE}::test_a_caller_refuses_a_listener_of_another_model"),
     ),
     Mutant(
         "errors-end-the-thread",
@@ -734,6 +736,6 @@ PEERS: tuple[Mutant, ...] = (
                 "if False:",
             ),
         ),
-        tested(f"{_WIRE}::test_a_peer_that_claims_more_blocks_than_fit_into_a_slot_is_dropped"),
+        tested(f"{_BROKEN}::test_a_peer_that_claims_more_blocks_than_fit_into_a_slot_is_dropped"),
     ),
 )
