@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .scheduler import SchedulerHalf
     from .scheduler.control.keeping import PinKeeper
     from .storage.base import GroupedStorage
+    from .storage.checksums import BlockCheck
     from .transfer.memory.host_share import Exchange
     from .worker import WorkerHalf
 
@@ -116,11 +117,7 @@ def build_worker(
 
     _check_argument("world_size", world_size, 1)
     _check_argument("rank", rank, 0, world_size - 1)
-    _check_argument("num_replicas", num_replicas, 1)
-    if world_size % num_replicas:
-        raise KVConnectorError(
-            f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it; give a divisor"
-        )
+    _check_replicas(num_replicas, world_size)
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
         options["open_storage"] = partial(
@@ -147,6 +144,14 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         raise KVConnectorError(f"{name}={shown(value)} cannot be: give an integer {limits}")
+
+
+def _check_replicas(num_replicas: int, world_size: int) -> None:
+    _check_argument("num_replicas", num_replicas, 1)
+    if world_size % num_replicas:
+        raise KVConnectorError(
+            f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it; give a divisor"
+        )
 
 
 def _check_ports(port: int, world_size: int) -> None:
@@ -197,6 +202,13 @@ def open_storage(
         context = StorageContext(digest, object_bytes(block_bytes), rank, identity.world_size, num_served=num_served)
         inner = open_external(config.kind, config.options, context)
         return CheckedStorage(config.kind, inner, digest, block_bytes, check=check)
+    return _open_folder(config, digest, block_bytes, check, parts)
+
+
+def _open_folder(
+    config: StorageConfig, digest: bytes, block_bytes: int, check: BlockCheck, parts: Mapping[str, str]
+) -> GroupedStorage:
+    """Storage in a folder, which has a note of these parts of the identity then."""
     from .storage.filesystem.backend import FilesystemStorage
     from .storage.filesystem.identities import note_identity
     from .storage.filesystem.layout import warn_of_small_disk
