@@ -8,6 +8,7 @@ _OUTGOING = "kv_connector/scheduler/peers/outgoing.py"
 _INCOMING = "kv_connector/scheduler/peers/incoming.py"
 _COMPANION = "kv_connector/scheduler/peers/companion.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
+_STOPPED = "kv_connector/peer/protocol/stops.py"
 _EARLY = "kv_connector/peer/protocol/early.py"
 _LEASES = "kv_connector/peer/carriers/leases.py"
 _RECEIVES = "kv_connector/peer/protocol/receives.py"
@@ -233,7 +234,7 @@ PEERS: tuple[Mutant, ...] = (
         "a producer says that it has stopped while its copies still write",
         (
             Patch(
-                _OFFERS,
+                _STOPPED,
                 "for stop in [stop for stop in self._stops if not stop.pushes]:",
                 "for stop in list(self._stops):",
             ),
