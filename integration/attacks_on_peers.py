@@ -24,6 +24,7 @@ from integration.relay import POLICIES, Relay, Said
 from kv_connector.peer.base import VERSION, PeerPool, PeerTransport, PoolRegion
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
+from kv_connector.peer.carriers.over_channel import Endpoint
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
 from kv_connector.peer.identity import PeerIdentity
@@ -76,14 +77,14 @@ class Rank:
         regions = tuple(PoolRegion(a.ctypes.data, a.strides[0], a.shape[1]) for a in self.arrays)
         pool = PeerPool(NUM_BLOCKS, regions, keeps=self.arrays)
         self.info = PeerInfo(PeerIdentity("model", "uint8", "NHD", 16, 1, 1, 0, PIECES), engine_id, NUM_BLOCKS)
-        where = self.info, "127.0.0.1", 0, SECRET, TIMEOUT
+        endpoint = Endpoint(self.info, "127.0.0.1", 0, SECRET, TIMEOUT)
         self.transport: PeerTransport
         if route == "nixl":
-            self.transport = NixlTransport(start_agent(), pool, *where)
+            self.transport = NixlTransport(start_agent(), pool, endpoint)
         elif route == "nixl_staged":
-            self.transport = NixlStagedTransport(start_agent(), pool, *where, 1 << 20)
+            self.transport = NixlStagedTransport(start_agent(), pool, endpoint, 1 << 20)
         else:
-            self.transport = SharedMemoryTransport(pool, *where, 1 << 20)
+            self.transport = SharedMemoryTransport(pool, endpoint, 1 << 20)
         self.jobs = PeerJobs(self.transport, engine_id, self.info.identity, deadline, TIMEOUT)
         self.jobs.start()
         self.ended: dict[int, bool] = {}

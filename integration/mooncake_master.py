@@ -11,18 +11,16 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from integration.servers import HOST, free_ports, wait_for_interrupt
+from integration.servers import HOST, comes_up, free_ports, wait_for_interrupt
 from kv_connector.config import StorageConfig
 from kv_connector.values import parse_size
 
-_START_SECONDS = 60.0
 _CANNOT_LOAD = 127  # the exit status of a program whose libraries are not there
 _OWN = (
     "import sys; from kv_connector.config import StorageConfig as C;"
@@ -71,15 +69,9 @@ class MooncakeMaster:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                socket.create_connection((HOST, self.port), 1).close()
-                return
-            except OSError:
-                time.sleep(0.02)
-        self.kill()
-        raise RuntimeError(f"mooncake_master does not listen on {self.address}")
+        if not comes_up(self._process, self._look):
+            self.kill()
+            raise RuntimeError(f"mooncake_master does not listen on {self.address}")
 
     def kill(self) -> None:
         """End it at once, as a crash would."""
@@ -87,6 +79,9 @@ class MooncakeMaster:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _look(self) -> None:
+        socket.create_connection((HOST, self.port), 1).close()
 
 
 class MemoryOwner:

@@ -11,18 +11,16 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from integration.servers import HOST, free_ports, wait_for_interrupt
+from integration.servers import HOST, comes_up, free_ports, wait_for_interrupt
 
 BUCKET = "kv-test"
 ACCESS_KEY, SECRET_KEY = "AKIAKVCONNECTORTEST", "kv-connector-test-secret"
-_START_SECONDS = 60.0
 _CONNECTION_SECONDS = 10.0
 
 
@@ -47,16 +45,9 @@ class S3Server:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                socket.create_connection((HOST, self.port), 1).close()
-                self.make_bucket(BUCKET)
-                return
-            except OSError:
-                time.sleep(0.02)
-        self.kill()
-        raise RuntimeError(f"moto's server does not listen on {self.endpoint}")
+        if not comes_up(self._process, self._look):
+            self.kill()
+            raise RuntimeError(f"moto's server does not listen on {self.endpoint}")
 
     def make_bucket(self, name: str) -> None:
         """An empty one."""
@@ -68,6 +59,10 @@ class S3Server:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+    def _look(self) -> None:
+        socket.create_connection((HOST, self.port), 1).close()
+        self.make_bucket(BUCKET)
 
     def _ask(self, method: str, path: str) -> None:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

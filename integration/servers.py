@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 import socket
+import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 HOST = "127.0.0.1"
+_START_SECONDS = 60.0
 SHARED = ExitStack()
 """Servers that all tests of a process share; closed when these end, whatever way the process goes then."""
 
@@ -45,6 +48,18 @@ def _hold(port: int) -> None:
         held = socket.socket(socket.AF_UNIX)
         SHARED.callback(held.close)
         held.bind(f"\0kv-connector-port-{port}")
+
+
+def comes_up(process: subprocess.Popen[bytes], look: Callable[[], None]) -> bool:
+    """Whether a server is up within a minute, as long as its process lives: `look` raises OSError until it is."""
+    deadline = time.monotonic() + _START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            look()
+            return True
+        except OSError:
+            time.sleep(0.02)
+    return False
 
 
 def wait_for_interrupt() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
     from .index import BlockGroup, CacheIdentity
     from .peer.base import PeerPool, PeerTransport, PoolRegion
+    from .peer.carriers.over_channel import Endpoint
     from .peer.identity import PeerIdentity
     from .peer.protocol.jobs import PeerJobs
-    from .peer.wire.peer_info import PeerInfo
     from .scheduler import SchedulerHalf
     from .scheduler.control.keeping import PinKeeper
     from .storage.base import GroupedStorage
+    from .storage.checksums import BlockCheck
     from .transfer.memory.host_share import Exchange
     from .worker import WorkerHalf
 
@@ -116,11 +117,7 @@ def build_worker(
 
     _check_argument("world_size", world_size, 1)
     _check_argument("rank", rank, 0, world_size - 1)
-    _check_argument("num_replicas", num_replicas, 1)
-    if world_size % num_replicas:
-        raise KVConnectorError(
-            f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it; give a divisor"
-        )
+    _check_replicas(num_replicas, world_size)
     own = RankIdentity(identity, rank, world_size, backend, groups=describe_groups(groups))
     if config.storage is not None:
         options["open_storage"] = partial(
@@ -147,6 +144,14 @@ def _check_argument(name: str, value: object, least: int, most: int | None = Non
     limits = f"of at least {least}" if most is None else f"from {least} to {most}"
     if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
         raise KVConnectorError(f"{name}={shown(value)} cannot be: give an integer {limits}")
+
+
+def _check_replicas(num_replicas: int, world_size: int) -> None:
+    _check_argument("num_replicas", num_replicas, 1)
+    if world_size % num_replicas:
+        raise KVConnectorError(
+            f"num_replicas={num_replicas} cannot be: world_size={world_size} is no multiple of it; give a divisor"
+        )
 
 
 def _check_ports(port: int, world_size: int) -> None:
@@ -197,6 +202,13 @@ def open_storage(
         context = StorageContext(digest, object_bytes(block_bytes), rank, identity.world_size, num_served=num_served)
         inner = open_external(config.kind, config.options, context)
         return CheckedStorage(config.kind, inner, digest, block_bytes, check=check)
+    return _open_folder(config, digest, block_bytes, check, parts)
+
+
+def _open_folder(
+    config: StorageConfig, digest: bytes, block_bytes: int, check: BlockCheck, parts: Mapping[str, str]
+) -> GroupedStorage:
+    """Storage in a folder, which has a note of these parts of the identity then."""
     from .storage.filesystem.backend import FilesystemStorage
     from .storage.filesystem.identities import note_identity
     from .storage.filesystem.layout import warn_of_small_disk
@@ -214,7 +226,6 @@ def open_storage(
     return storage
 
 
-_Where = tuple["PeerInfo", str, int, bytes, float]
 _Open = Callable[[], "PeerTransport"]
 
 
@@ -244,12 +255,13 @@ def _peer_identity(identity: RankIdentity, regions: Sequence[PoolRegion]) -> Pee
 def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, pool: PeerPool) -> PeerTransport:
     """The transport of one rank, for its pool; listens at its port. Raises ConfigError where that cannot be done."""
     from .peer.base import PeerError
+    from .peer.carriers.over_channel import Endpoint
     from .peer.wire.peer_info import PeerInfo
 
     info = PeerInfo(identity, engine_id, pool.num_blocks)
     port = config.port + identity.rank if config.port else 0
-    where: _Where = info, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3
-    open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, where, config.staging_memory)
+    endpoint = Endpoint(info, config.bind, port, config.secret.encode(), config.timeout_ms / 1e3)
+    open_direct, open_staged = (_nixl if config.kind == "nixl" else _same_host)(pool, endpoint, config.staging_memory)
     if config.route is not PeerRoute.STAGED and open_direct is not None:
         try:
             transport = open_direct()
@@ -271,21 +283,22 @@ def open_transport(config: PeerConfig, identity: PeerIdentity, engine_id: str, p
     return open_staged()
 
 
-def _nixl(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
+def _nixl(pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> tuple[_Open | None, _Open]:
     from .peer.carriers.nixl import NixlTransport
     from .peer.carriers.nixl_agent import start_agent
     from .peer.carriers.staged.nixl import NixlStagedTransport
 
     agent = start_agent()
-    return partial(NixlTransport, agent, pool, *where), partial(NixlStagedTransport, agent, pool, *where, staging_bytes)
+    open_staged = partial(NixlStagedTransport, agent, pool, endpoint, staging_bytes)
+    return partial(NixlTransport, agent, pool, endpoint), open_staged
 
 
-def _same_host(pool: PeerPool, where: _Where, staging_bytes: int) -> tuple[_Open | None, _Open]:
+def _same_host(pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> tuple[_Open | None, _Open]:
     from .peer.carriers.cuda_ipc import CudaIpcTransport
     from .peer.carriers.staged.shared_memory import SharedMemoryTransport
 
-    open_direct = partial(CudaIpcTransport, pool, *where) if pool.device >= 0 else None
-    return open_direct, partial(SharedMemoryTransport, pool, *where, staging_bytes)
+    open_direct = partial(CudaIpcTransport, pool, endpoint) if pool.device >= 0 else None
+    return open_direct, partial(SharedMemoryTransport, pool, endpoint, staging_bytes)
 
 
 def _expanded(key: str, text: str) -> Path:

@@ -28,7 +28,7 @@ from kv_connector.replay import recorder
 from kv_connector.scheduler.control import expiry, hints, pins
 from kv_connector.scheduler.loads import choice
 from kv_connector.scheduler.saves import budget, refusals
-from kv_connector.scheduler.storage import backups, prefetches
+from kv_connector.scheduler.storage import backups, fetches
 from kv_connector.storage.breaker import Breaker
 from kv_connector.storage.filesystem import backend as filesystem
 from kv_connector.storage.filesystem import pin_file
@@ -63,7 +63,7 @@ LIMITS = {
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
         f"all of it, up to {LAUNCHED_GIB} GiB, where the step is light",
-        f"in jobs of {prefetches._FETCH_BLOCKS} that become matchable",
+        f"in jobs of {fetches._FETCH_BLOCKS} that become matchable",
         f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
         f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
     ),
@@ -115,7 +115,7 @@ LIMITS = {
     "docs/observability.md": (
         f"more than {events._MAX_PENDING:,} events",
         f"the host holds, and {LEAST_REMEMBERED:,} at least",
-        f"a read of up to {prefetches._FETCH_BLOCKS} blocks",
+        f"a read of up to {fetches._FETCH_BLOCKS} blocks",
         f"a write of up to {backups._JOB_BLOCKS} blocks",
     ),
     "docs/peers.md": (

@@ -1,6 +1,6 @@
 """Pieces of scattered blocks to or from their coded form in rows of flat memory: kernels and launchers.
 
-`coded_rows` has the format and the reference, `code_kernels` the kernels.
+`coded_rows` has the format and the reference, `encoding` and `decoding` the kernels.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import torch
 import triton
 from triton import knobs
 
-from .code_kernels import decode_kernel, encode_kernel
 from .coded_rows import ALIGN, CHUNK, ELEMENT_BYTES, LEAST_BYTES, SEGMENT_CHUNKS, chunks_of, segment_chunks
 from .copy_pieces import RegionTable, checked_count, flat_rows
+from .decoding import decode_kernel
+from .encoding import encode_kernel
 from .launch import Launch, is_observed, launch_of
 
 NUM_WARPS = 128
@@ -140,7 +141,7 @@ def _check(
 
 @cache
 def _assembly(device: torch.device) -> int:
-    """Which of the GPU's own instructions kernels use there: see `code_kernels`."""
+    """Which of the GPU's own instructions kernels use there: see `coded_segments`."""
     if knobs.runtime.interpret or device.type != "cuda":
         return 0
     return 2 if torch.cuda.get_device_capability(device) >= (9, 0) else 1

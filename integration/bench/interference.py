@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from integration.bench.copy_cases import Case, Way, large_copy_ms, make_case, ways_of
+from integration.bench.device_time import device_ms
 from integration.bench.regimes import rotated
 from integration.report import Report, hardware
 from kv_connector.config import Config
@@ -90,16 +91,6 @@ class Model:
         """All of them as one graph, sixteen times: a second or so of decoding has none of the launching thread."""
         for _ in range(16):
             self._graph.replay()
-
-
-def device_ms(work: Callable[[], None]) -> float:
-    """Milliseconds of work on the current stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
 
 
 def measure_products(report: Report, case: Case, name: str, way: Way, repeats: int) -> None:

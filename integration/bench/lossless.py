@@ -24,6 +24,7 @@ import torch
 from kv_connector.triton_kernels import code_pieces, coded_rows
 from kv_connector.triton_kernels.copy_pieces import RegionTable, gather_pieces, scatter_pieces
 
+from integration.bench.device_time import device_ms
 from integration.models import smollm2_caches
 from integration.report import Report, hardware
 from kv_connector.config import Config, HostFormName, PathName
@@ -381,16 +382,6 @@ def exceptions_by_layer(caches: torch.Tensor, size: int) -> tuple[list[float], i
             read += 3 * part // 4 + coded_rows.head_bytes(coded_rows.chunks_of(part))
         rates.append(total / (pieces.numel() / 8))
     return rates, refused
-
-
-def device_ms(work: Callable[[], None]) -> float:
-    """Milliseconds of work on the current stream."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    work()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end)
 
 
 def best_ms(work: Callable[[], None], repeats: int) -> float:

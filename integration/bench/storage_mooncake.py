@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from integration.bench.dead_store import longest_wait
+from integration.bench.stores import OurStore, longest_wait
 from integration.mooncake_master import MooncakeMaster, running_store, store_config, why_not
 from integration.report import Report, hardware
 from integration.servers import HOST
@@ -54,23 +54,15 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class Ours:
-    """`ObjectStorage` with blocks of one size in a registered pool."""
+class Ours(OurStore):
+    """In a registered pool."""
 
     def __init__(self, master: MooncakeMaster, block_bytes: int, source: memoryview, target: memoryview) -> None:
-        self.name = f"ours, blocks of {block_bytes >> 10} KiB"
-        self.block_bytes = block_bytes
-        self.source = _cut(source, block_bytes)
-        self.target = _cut(target, block_bytes)
         client = MooncakeClient(MooncakeOptions.of(store_config(master), 1, 1))
-        self.storage = ObjectStorage("mooncake", client, IDENTITY, block_bytes, target)
-        self.object_bytes = self.storage.group_blocks * block_bytes
-        assert self.storage.connected.wait(30), "the store was not reached"
-        while self.storage.stats()["breaker_is_open"]:
-            time.sleep(0.01)
-
-    def put(self, turn: int) -> None:
-        assert all(self.storage.write(self.keys(turn), self.source).result())
+        storage = ObjectStorage("mooncake", client, IDENTITY, block_bytes, target)
+        super().__init__(storage, block_bytes, source, target)
+        self.block_bytes = block_bytes
+        self.object_bytes = storage.group_blocks * block_bytes
 
     def get(self, turn: int) -> None:
         keys = self.keys(turn)
@@ -79,12 +71,6 @@ class Ours:
 
     def remove(self, turn: int) -> None:
         self.storage.remove(self.keys(turn)).result()
-
-    def close(self) -> None:
-        self.storage.close()
-
-    def keys(self, turn: int) -> list[bytes]:
-        return [hashlib.sha256(f"{self.name} {turn} {i}".encode()).digest() for i in range(len(self.source))]
 
 
 class Raw:
@@ -181,10 +167,6 @@ def compare(
             row["share_of_client"] = share
             if side.block_bytes in CLAIMED_SIZES:
                 report.claim(f"{action}_of_{side.block_bytes >> 10}_kib_blocks", share, GOAL, "ratio", "higher")
-
-
-def _cut(memory: memoryview, size: int) -> list[memoryview]:
-    return [memory[start : start + size] for start in range(0, len(memory), size)]
 
 
 def _check(source: memoryview, target: memoryview) -> None:

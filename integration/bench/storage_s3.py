@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from integration.bench.dead_store import longest_wait
+from integration.bench.stores import OurStore, cut, longest_wait
 from integration.report import Report, hardware
 from integration.s3_server import S3Server, running_s3, s3_settings, why_not
 from kv_connector.config import S3Config, StorageConfig
@@ -52,21 +52,12 @@ class Side(Protocol):
     def close(self) -> None: ...
 
 
-class Ours:
-    """`ObjectStorage` with blocks of one size."""
+class Ours(OurStore):
+    """Its target is cleared after each turn."""
 
     def __init__(self, config: S3Config, block_bytes: int, source: memoryview, target: memoryview) -> None:
-        self.name = f"ours, blocks of {block_bytes >> 10} KiB"
-        self.source = _cut(source, block_bytes)
-        self.target = _cut(target, block_bytes)
+        super().__init__(open_s3(config, IDENTITY, block_bytes), block_bytes, source, target)
         self._whole_source, self._whole_target = source, target
-        self.storage = open_s3(config, IDENTITY, block_bytes)
-        assert self.storage.connected.wait(30), "the server was not reached"
-        while self.storage.stats()["breaker_is_open"]:
-            time.sleep(0.01)
-
-    def put(self, turn: int) -> None:
-        assert all(self.storage.write(self.keys(turn), self.source).result())
 
     def look_up(self, turn: int) -> None:
         keys = self.keys(turn)
@@ -80,12 +71,6 @@ class Ours:
         self._whole_target[:] = bytes(TOTAL)
         self.storage.remove(self.keys(turn)).result()
 
-    def close(self) -> None:
-        self.storage.close()
-
-    def keys(self, turn: int) -> list[bytes]:
-        return [hashlib.sha256(f"{self.name} {turn} {i}".encode()).digest() for i in range(len(self.source))]
-
 
 class Raw:
     """obstore's calls on a pool of threads, as its documentation has it."""
@@ -98,7 +83,7 @@ class Raw:
         self._obstore: Any = obstore
         self._client = S3Client(config)  # the same settings
         self._store = self._client._store
-        self._parts = _cut(source, OBJECT)
+        self._parts = cut(source, OBJECT)
         self._threads = ThreadPoolExecutor(config.concurrency)
 
     def put(self, turn: int) -> None:
@@ -183,10 +168,6 @@ def _config(server: S3Server) -> S3Config:
     config = StorageConfig(**s3_settings(server.endpoint)).s3
     assert config is not None
     return config
-
-
-def _cut(memory: memoryview, size: int) -> list[memoryview]:
-    return [memory[start : start + size] for start in range(0, len(memory), size)]
 
 
 def _rotated(sides: Sequence[Side], turn: int) -> Iterator[Side]:

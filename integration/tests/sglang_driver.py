@@ -132,7 +132,7 @@ def linkers() -> Iterator[Make]:
         return Driver(pool, made[-1])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linker, "refuse_unserved", lambda params, components: None)
+        patch.setattr(linker, "refuse_unsupported", lambda params, components: None)
         patch.setattr(linker, "read_backend", lambda: "")
         patch.setattr(linker, "read_identity", lambda *_: CacheIdentity("model", "float32", "", PAGE))
         yield make

@@ -160,7 +160,7 @@ def _seams() -> Iterator[None]:
         (build, "open_storage", open_storage),
         (build, "_open_pin_keeper", lambda *_: NoKeeper()),
         (linker, "Ranks", ThreadRanks),
-        (linker, "refuse_unserved", lambda *_: None),
+        (linker, "refuse_unsupported", lambda *_: None),
         (linker, "read_backend", lambda: ""),
         (linker, "read_identity", lambda *_: identity),
         *((module, "time", clock) for module in (linker, ranks, replica)),

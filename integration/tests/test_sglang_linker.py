@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from integration.tests.sglang_driver import Driver, Make, keys, linkers, make_pool
-from kv_connector.engines.sglang import fragments, identity, linker
+from kv_connector.engines.sglang import fragments, identity, offers
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.types import CopyJob
 
@@ -254,7 +254,7 @@ def test_an_insert_of_many_nodes_is_looked_at_node_by_node(make: Make, monkeypat
     nodes = [driver.transfer(names[i : i + 2], range(1 + i, 3 + i)) for i in range(0, 12, 2)]
     driver.save(names, range(1, 13))
     read: list[int] = []
-    monkeypatch.setattr(linker, "page_hashes", lambda keys: read.append(len(keys)) or fragments.page_hashes(keys))
+    monkeypatch.setattr(offers, "page_hashes", lambda keys: read.append(len(keys)) or fragments.page_hashes(keys))
     for _ in range(2):
         driver.round()
         read.clear()

@@ -16,7 +16,7 @@ from integration.tensorrt_llm.executor import Options
 from integration.tests.tensorrt_llm_engines import ModelledEngine, running, scheduler_of, worker_of
 from kv_connector.engines.tensorrt_llm import TieredKVScheduler, TieredKVWorker
 from kv_connector.engines.tensorrt_llm.identity import PromptHasher
-from kv_connector.engines.tensorrt_llm.launch import VARIABLE, read_settings, refuse_unserved
+from kv_connector.engines.tensorrt_llm.launch import VARIABLE, read_settings, refuse_unsupported
 from kv_connector.errors import ConfigError, KVConnectorError
 from kv_connector.index import CacheIdentity
 from kv_connector.testing.engine_contract import evict, loadable, prompts
@@ -149,7 +149,7 @@ def test_settings_that_the_slot_has_no_use_for(settings: str, said: str, monkeyp
 )
 def test_engines_that_are_not_served(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
-        refuse_unserved(llm_args(Options(), **settings))
+        refuse_unsupported(llm_args(Options(), **settings))
 
 
 def test_blocks_of_another_size_than_was_asked_for() -> None:

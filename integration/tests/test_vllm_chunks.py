@@ -18,8 +18,9 @@ from vllm import envs
 from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id
 
 from integration.tests.test_vllm_hybrid import ask, forget_device, zero_on_host
+from integration.tests.vllm_context import BLOCK_SIZE, Group, Sizes
 from integration.tests.vllm_engines import check_loaded_bytes_and_tokens, prompts, running, transfer_config
-from integration.tests.vllm_ranks import BLOCK_SIZE, Group, Sizes, sharing
+from integration.tests.vllm_ranks import sharing
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 from kv_connector.index import BlockGroup, Lookup
 from tests.index.test_lookup import HASHES, host_with

@@ -13,8 +13,9 @@ import torch
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.tests.test_vllm_hybrid import host_blocks_of
+from integration.tests.vllm_context import Sizes
 from integration.tests.vllm_engines import prompts
-from integration.tests.vllm_ranks import Engine, Sizes, sharing
+from integration.tests.vllm_ranks import Engine, sharing
 from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.index import BlockGroup
 from tests.waiting import until

@@ -10,17 +10,9 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.tests.vllm_context import BLOCK_SIZE, KEEPS_COPIES, Group, Sizes, cache_of, config_of, entries_of
 from integration.tests.vllm_engines import prompts
-from integration.tests.vllm_ranks import (
-    BLOCK_SIZE,
-    KEEPS_COPIES,
-    Group,
-    Sizes,
-    cache_of,
-    config_of,
-    entries_of,
-    sharing,
-)
+from integration.tests.vllm_ranks import sharing
 from kv_connector.engines.vllm.groups import tokens_per_block
 from kv_connector.engines.vllm.identity import read_identity
 from kv_connector.errors import TransferError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from ..errors import ConfigError
@@ -21,7 +22,7 @@ from .choices import (
     WireForm,
     WritePolicy,
 )
-from .mapping import from_mapping
+from .mapping import from_mapping, object_of
 from .peer import PeerConfig
 from .s3 import S3Config
 from .storage import StorageConfig
@@ -56,6 +57,18 @@ _LEAST = {
     "staging_memory": 1 << 20,
 }
 _MOST = {"staging_memory": (1 << 40,)}
+_CHOICES: Mapping[str, type[Enum]] = {
+    "write_policy": WritePolicy,
+    "load_choice": LoadChoice,
+    "host_form": HostFormName,
+    "copy_path": PathName,
+}
+_OBJECTS: Mapping[str, tuple[type[StorageConfig | PeerConfig | AdminConfig], str]] = {
+    "storage": (StorageConfig, '{"path": "/data/kv", "capacity": "1TiB"}'),
+    "peer": (PeerConfig, '{"role": "producer", "port": 7100}'),
+    "admin": (AdminConfig, '{"bind": "127.0.0.1:7200"}'),
+}
+"""Settings that are objects themselves, each with an example of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +140,8 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("host_memory", "save_bandwidth", "layer_group_bytes", "staging_memory"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
-        object.__setattr__(self, "write_policy", choice(WritePolicy, self.write_policy, "write_policy"))
-        object.__setattr__(self, "load_choice", choice(LoadChoice, self.load_choice, "load_choice"))
-        object.__setattr__(self, "host_form", choice(HostFormName, self.host_form, "host_form"))
-        object.__setattr__(self, "copy_path", choice(PathName, self.copy_path, "copy_path"))
+        for name, kind in _CHOICES.items():
+            object.__setattr__(self, name, choice(kind, getattr(self, name), name))
         for name in ("block_major", "pin_memory", "numa_bind", "trace_loads"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={shown(getattr(self, name))} is not a boolean: give true or false")
@@ -140,26 +151,8 @@ class Config:
                 f"trace_requests={shown(share)} is not a share of the requests: give a number from 0 (none) to 1 "
                 "(all), such as 0.01"
             )
-        storage: object = self.storage
-        if isinstance(storage, Mapping):
-            object.__setattr__(self, "storage", from_mapping(StorageConfig, storage, "storage."))
-        elif storage is not None and not isinstance(storage, StorageConfig):
-            raise ConfigError(
-                f"storage={shown(storage)} is not an object: give one such as "
-                '{"path": "/data/kv", "capacity": "1TiB"}'
-            )
-        peer: object = self.peer
-        if isinstance(peer, Mapping):
-            object.__setattr__(self, "peer", from_mapping(PeerConfig, peer, "peer."))
-        elif peer is not None and not isinstance(peer, PeerConfig):
-            raise ConfigError(
-                f'peer={shown(peer)} is not an object: give one such as {{"role": "producer", "port": 7100}}'
-            )
-        admin: object = self.admin
-        if isinstance(admin, Mapping):
-            object.__setattr__(self, "admin", from_mapping(AdminConfig, admin, "admin."))
-        elif admin is not None and not isinstance(admin, AdminConfig):
-            raise ConfigError(f'admin={shown(admin)} is not an object: give one such as {{"bind": "127.0.0.1:7200"}}')
+        for name, (config, example) in _OBJECTS.items():
+            object.__setattr__(self, name, object_of(config, getattr(self, name), name, example))
         object.__setattr__(self, "tenants", tenants_of(self.tenants))
         check_share("pinned_share", self.pinned_share)
         if self.storage is not None and not self.host_memory:

@@ -29,6 +29,16 @@ def from_mapping(kind: type[_S], settings: Mapping[str, Any], prefix: str = "", 
     return kind(**settings)
 
 
+def object_of(kind: type[_S], value: object, name: str, example: str) -> _S | None:
+    """A setting that is an object itself: made from a parsed JSON object, or as it is, or None. Raises ConfigError,
+    with the example, for anything else."""
+    if isinstance(value, Mapping):
+        return from_mapping(kind, value, f"{name}.")
+    if value is not None and not isinstance(value, kind):
+        raise ConfigError(f"{name}={shown(value)} is not an object: give one such as {example}")
+    return value
+
+
 def _suggest(key: object, known: list[str]) -> str:
     from difflib import get_close_matches
 

@@ -2,9 +2,10 @@
 
 from .eviction import Recency
 from .fragments import FragmentTree
+from .groups import BlockGroup, GroupedTree, GroupKeys, describe_groups, group_key, may_truncate, split_key
 from .hashing import BlockHasher, MultimodalItem, adopt_hash, adopt_hashes, root_hash
 from .identity import CacheIdentity, RankIdentity
-from .lookup import BlockGroup, GroupedTree, GroupKeys, Hit, Lookup, describe_groups, group_key, may_truncate, split_key
+from .lookup import Hit, Lookup
 from .policy import SavePolicy
 from .pool import BlockPool
 from .reuse import ReuseModel

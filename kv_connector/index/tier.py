@@ -376,7 +376,7 @@ class CacheTier:
             self._offer(node)
 
     def _evict(self, victims: list[int]) -> list[int]:
-        """Let go of victims of `_select`, which has counted them out of their parents' kids. Their blocks are idle."""
+        """Let go of victims that the queue has taken, and counted out of their parents' kids. Their blocks are idle."""
         block_ids, states = self.blocks_of(victims), self._state
         absent = advance(self.tier, _RESIDENT, Event.EVICT)
         if self._log_removed:

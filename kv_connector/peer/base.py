@@ -23,10 +23,9 @@ Threading model: no threads of its own. One thread, the peer thread of a worker'
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -86,35 +85,6 @@ class Writer(Protocol):
     def write(self, source_ids: Ids, target_ids: Ids, regions: range, may_write: Callable[[], bool]) -> bool:
         """Block `source_ids[i]` to the other pool's block `target_ids[i]`, in these regions; ids are in range.
         `may_write` is asked right before the copies; if it says no, nothing is enqueued, and the answer is False."""
-
-
-class Clock(Protocol):
-    """A source of time, with the names of Python's module `time`."""
-
-    def monotonic(self) -> float:
-        """Seconds that never go back."""
-
-    def sleep(self, seconds: float, /) -> None:
-        """Return when so many seconds have passed."""
-
-
-_SYSTEM_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-
-
-class SystemClock:
-    """The system's clock; time in which the machine was suspended counts, too, where the system has such a clock."""
-
-    def monotonic(self) -> float:
-        """See `Clock`."""
-        return time.clock_gettime(_SYSTEM_CLOCK)
-
-    def sleep(self, seconds: float, /) -> None:
-        """See `Clock`."""
-        time.sleep(seconds)
-
-
-CLOCK = SystemClock()
-"""The clock of peers' transports and jobs."""
 
 
 class Marker(Protocol):
@@ -303,51 +273,3 @@ class PeerTransport(Protocol):
 
     def close(self) -> None:
         """Close every link and free everything. Idempotent."""
-
-
-def check_ids(ids: Sequence[int], num_blocks: int) -> Ids:
-    """Block ids from a message: distinct, and in [0, num_blocks). Raises PeerError."""
-    outside = [value for value in ids if not 0 <= value < num_blocks]
-    if outside:
-        raise PeerError(f"block {outside[0]} is outside of a pool of {num_blocks} blocks")
-    if len(set(ids)) != len(ids):
-        raise PeerError("a block is named twice")
-    return np.array(ids, dtype=np.int64)
-
-
-def check_int(body: Mapping[str, Any], name: str, least: int = 0, most: int = 1 << 53) -> int:
-    """An integer field of a message. Raises PeerError."""
-    value = body.get(name)
-    if type(value) is not int or not least <= value <= most:
-        raise PeerError(f"{name} is not an integer from {least} to {most}")  # a stranger's, maybe: not shown
-    return value
-
-
-def check_text(body: Mapping[str, Any], name: str, most: int = 512) -> str:
-    """A text field of a message, which can be written in UTF-8. Raises PeerError."""
-    value = body.get(name)
-    if type(value) is not str or len(value) > most:
-        raise PeerError(f"{name} is not text of up to {most} characters")
-    if any("\ud800" <= character <= "\udfff" for character in value):
-        raise PeerError(f"{name} is not text: it has half a character")
-    return value
-
-
-def check_hex(body: Mapping[str, Any], name: str, num_bytes: int) -> bytes:
-    """A field of so many bytes, in hexadecimal. Raises PeerError."""
-    value = body.get(name)
-    try:
-        found = bytes.fromhex(value) if type(value) is str and len(value) == 2 * num_bytes else b""
-    except ValueError:
-        found = b""
-    if len(found) != num_bytes:
-        raise PeerError(f"{name} is not {num_bytes} bytes in hexadecimal")
-    return found
-
-
-def check_numbers(body: Mapping[str, Any], name: str) -> tuple[int, ...]:
-    """A field that is a list of numbers of blocks. Raises PeerError."""
-    value = body.get(name)
-    if type(value) is not list or not all(type(number) is int and 0 <= number < 1 << 32 for number in value):
-        raise PeerError(f"{name} is not a list of integers from 0 to {(1 << 32) - 1}")
-    return tuple(value)

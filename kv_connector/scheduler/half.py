@@ -17,9 +17,7 @@ from ..base import (
     DeviceBlocks,
     KVConnectorScheduler,
     Request,
-    ScheduledRequest,
     SchedulerOutput,
-    StateBlock,
 )
 from ..config import Config
 from ..events import BlockRemoved, CacheEvent, EventLog
@@ -35,7 +33,7 @@ from ..index import (
     SavePolicy,
 )
 from ..metrics import CacheMetrics
-from ..types import BlockHash, CopyJob, StepPlan, StepReport, Tier
+from ..types import BlockHash, StepPlan, StepReport, Tier
 from .companion import Admission
 from .companions import Companions
 from .control.control import Control
@@ -55,8 +53,9 @@ from .requests import RequestState, RequestTable
 from .saves.budget import SaveBudget
 from .saves.planner import SavePlanner
 from .saves.refusals import Refusals
+from .scheduled import ScheduledPlanner
 from .shared import DevicePool, Shared
-from .steps import InFlightSteps, first_written
+from .steps import InFlightSteps
 from .watchdog import CopyWatchdog
 
 
@@ -133,8 +132,10 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._answers = Answers(shared, lookup, self._loads, self._requests, self._companions)
         self._fence = Fence(self._ledger)
         self._watchdog = CopyWatchdog(self._ledger, clock)
+        self._scheduled = ScheduledPlanner(
+            shared, self._requests, self._saves, self._companions, self._steps, self._watchdog
+        )
         self._step, self._unpins_when_idle = 0, unpins_when_idle
-        self._group_sizes = shared.group_sizes
 
     # What the engine asks and tells, in the order of a request's life.
 
@@ -220,8 +221,8 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         now = self._shared.clock()
         self._control.step(now)
         self._budget.fill(now)
-        loads, background = self._plan_loads()
-        num_tokens = self._plan_scheduled(output, now)
+        loads, background = self._requests.plan_loads()
+        num_tokens = self._scheduled.plan(self._step, output, now)
         saves = self._saves.jobs.open()
         self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
@@ -354,55 +355,6 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._leases.leave(request_id)
         self._saves.before_reuse.changed()
         self._companions.preempted(request_id)
-
-    def _plan_loads(self) -> tuple[tuple[CopyJob, ...], tuple[CopyJob, ...]]:
-        """Jobs of the requests admitted in this step: those it waits for, and those that run behind it."""
-        loads: list[CopyJob] = []
-        background: list[CopyJob] = []
-        admitted = [state for state in self._requests.take_admitted() if state.load is not None]
-        used = self._steps.used() if admitted else frozenset()
-        for state in admitted:
-            load, state.load = state.load, None
-            assert load is not None
-            job = self._leases.open(load, state.request.request_id, state.admission, used)
-            (loads if load.background is None else background).append(job)
-        self.metrics.sync_loads += len(loads)
-        self.metrics.async_loads += len(background)
-        return tuple(loads), tuple(background)
-
-    def _plan_scheduled(self, output: SchedulerOutput, now: float) -> int:
-        """What the step saves and writes to; returns how many tokens it computes."""
-        num_tokens, sizes = 0, self._group_sizes
-        written: list[int] = []
-        told: dict[str, list[StateBlock]] = {}
-        for block in output.states:
-            if block.request_id in self._requests:
-                told.setdefault(block.request_id, []).append(block)
-        for item in output.scheduled:
-            state = self._requests[item.request_id]
-            num_tokens += item.num_scheduled_tokens
-            if item.new_block_ids:
-                for table, ids in zip(state.tables, item.new_block_ids, strict=False):
-                    table.block_ids.extend(ids)
-            first = first_written(item.num_computed_tokens, state.request.num_tokens)
-            for size, table in zip(sizes, state.tables, strict=False):
-                written += table.block_ids[first // size :]
-            self._plan_computed(state, item, told.pop(item.request_id, ()), now)
-        for request_id, states in told.items():
-            so_far = ScheduledRequest(request_id, max(block.num_tokens for block in states), 0)
-            self._plan_computed(self._requests[request_id], so_far, states, now)
-        if not self._watchdog.hangs:
-            self._saves.plan_before_reuse()
-        self._steps.planned(self._step, written)
-        return num_tokens
-
-    def _plan_computed(
-        self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float
-    ) -> None:
-        """What is saved, and offered to others, of what the step computes of a request."""
-        if not self._watchdog.hangs:
-            self._saves.plan(state, item, told, now)
-        self._companions.scheduled(item, state.tables, told)
 
     # What it owns.
 

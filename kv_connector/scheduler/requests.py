@@ -9,7 +9,7 @@ from itertools import chain
 from ..base import Request
 from ..index import PLAIN, BlockGroup, Terms
 from ..metrics import CacheMetrics
-from ..types import NO_BLOCK
+from ..types import NO_BLOCK, CopyJob
 from .control.hints import NO_HINTS, Hints
 from .loads.leases import LoadLease, LoadLeases
 from .saves.reachable import Reach
@@ -133,6 +133,21 @@ class RequestTable:
         for state in live:
             state.is_newly_admitted = False
         return live
+
+    def plan_loads(self) -> tuple[tuple[CopyJob, ...], tuple[CopyJob, ...]]:
+        """Jobs of those admitted since the last call: those that the step waits for, and those that run behind it."""
+        loads: list[CopyJob] = []
+        background: list[CopyJob] = []
+        admitted = [state for state in self.take_admitted() if state.load is not None]
+        used = self._steps.used() if admitted else frozenset()
+        for state in admitted:
+            load, state.load = state.load, None
+            assert load is not None
+            job = self._leases.open(load, state.request.request_id, state.admission, used)
+            (loads if load.background is None else background).append(job)
+        self._metrics.sync_loads += len(loads)
+        self._metrics.async_loads += len(background)
+        return tuple(loads), tuple(background)
 
     def may_preempt(self, request_id: str) -> bool:
         """Whether blocks are known that the engine took. A request that was preempted between two steps may have been

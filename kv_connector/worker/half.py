@@ -217,33 +217,24 @@ class WorkerHalf(KVConnectorWorker):
         stored = self._storage.poll() if self._storage is not None else []
         handed, self._handed = self._handed, []
         lost_blocks, self._lost_blocks = self._lost_blocks, set()
-        done: list[int] = []
-        failed: list[int] = []
         moved: list[Completion | EndedStorageJob] = [*completed, *stored]
-        for job in (*moved, *handed):
-            (done if job.ok else failed).append(job.job_id)
-        loaded_bytes, saved_bytes, load_milliseconds = 0, 0, 0.0
-        for copy in completed:
-            if copy.direction is Direction.SAVE:
-                saved_bytes += copy.bytes
-                continue
-            loaded_bytes += copy.bytes
-            load_milliseconds += copy.milliseconds
-            if not copy.ok:
-                self._distrusted_step = self._step  # the engine hears of it with this report, and not before
+        ended = [*moved, *handed]
+        loads = [copy for copy in completed if copy.direction is Direction.LOAD]
+        if not all(load.ok for load in loads):
+            self._distrusted_step = self._step  # the engine hears of it with this report, and not before
         return StepReport(
             step=self._step,
             rank=self._rank,
-            done=tuple(done),
-            failed=tuple(failed),
+            done=tuple(job.job_id for job in ended if job.ok),
+            failed=tuple(job.job_id for job in ended if not job.ok),
             num_host_blocks=self._host.num_ready_blocks if self._host else 0,
             block_bytes=self._host.block_bytes // self._share.count if self._host else 0,
             group_blocks=self._storage.group_blocks if self._storage is not None else 1,
-            loaded_bytes=loaded_bytes,
-            saved_bytes=saved_bytes,
+            loaded_bytes=sum(load.bytes for load in loads),
+            saved_bytes=sum(copy.bytes for copy in completed if copy.direction is Direction.SAVE),
             loading_bytes=self._engine.pending_bytes(Direction.LOAD) if self._engine else 0,
             saving_bytes=self._engine.pending_bytes(Direction.SAVE) if self._engine else 0,
-            load_milliseconds=load_milliseconds,
+            load_milliseconds=sum((load.milliseconds for load in loads), 0.0),
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
             missing=tuple((job.job_id, job.missing) for job in moved if job.missing),

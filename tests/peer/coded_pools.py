@@ -9,6 +9,7 @@ import torch
 
 from kv_connector.peer.base import PeerPool, PeerTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent
+from kv_connector.peer.carriers.over_channel import Endpoint
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
 from kv_connector.peer.wire.peer_info import PeerInfo
@@ -101,7 +102,7 @@ def info_of(pool: CodedPool, engine_id: str = "engine", **changes: Any) -> PeerI
 
 def open_staged(carrier: str, pool: CodedPool, staging: int = STAGING, **changes: Any) -> PeerTransport:
     """A side whose blocks go through host memory."""
-    where = pool.pool, info_of(pool, **changes), "127.0.0.1", 0, SECRET, 5.0, staging
+    where = pool.pool, Endpoint(info_of(pool, **changes), "127.0.0.1", 0, SECRET, 5.0), staging
     if carrier == "nixl_staged":
         return NixlStagedTransport(start_agent(), *where)
     return SharedMemoryTransport(*where)

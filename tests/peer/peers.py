@@ -25,6 +25,7 @@ from kv_connector.peer.base import (
 )
 from kv_connector.peer.carriers.nixl import NixlTransport
 from kv_connector.peer.carriers.nixl_agent import start_agent, why_not
+from kv_connector.peer.carriers.over_channel import Endpoint
 from kv_connector.peer.carriers.staged.nixl import NixlStagedTransport
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
 from kv_connector.peer.identity import PeerIdentity
@@ -80,7 +81,7 @@ class Backend:
         info = info_of(pool, **changes)
         if self.name == "loopback":
             return LoopbackTransport(self.net, pool.pool, info, secret)
-        where = pool.pool, info, "127.0.0.1", 0, secret, seconds
+        where = pool.pool, Endpoint(info, "127.0.0.1", 0, secret, seconds)
         if self.name == "nixl":
             return NixlTransport(start_agent(), *where)
         if self.name == "nixl_staged":

@@ -15,6 +15,7 @@ import torch
 from kv_connector.build import _peer_identity
 from kv_connector.index import CacheIdentity, RankIdentity
 from kv_connector.peer.base import PeerTransport
+from kv_connector.peer.carriers.over_channel import Endpoint
 from kv_connector.peer.carriers.staged.shared_memory import SharedMemoryTransport
 from kv_connector.peer.protocol.jobs import PeerJobs
 from kv_connector.peer.wire.peer_info import PeerInfo
@@ -96,7 +97,8 @@ class Rank:
         if net is not None:
             self.transport = LoopbackTransport(net, pool, info)
         else:
-            self.transport = SharedMemoryTransport(pool, info, "127.0.0.1", 0, SECRET, SECONDS, 8 * 8192)
+            endpoint = Endpoint(info, "127.0.0.1", 0, SECRET, SECONDS)
+            self.transport = SharedMemoryTransport(pool, endpoint, 8 * 8192)
         self.jobs = PeerJobs(self.transport, info.engine_id, self.identity, SECONDS, SECONDS)
         self.ended: dict[int, bool] = {}
 

@@ -19,6 +19,7 @@ from typing import Any
 from kv_connector.peer.base import Ids, PeerPool, Push
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
 from kv_connector.peer.carriers.nixl import NixlTransport
+from kv_connector.peer.carriers.over_channel import Endpoint
 from kv_connector.peer.carriers.staged.transport import StagedTransport
 from kv_connector.peer.identity import PeerIdentity
 from kv_connector.peer.protocol.jobs import PeerJobs
@@ -115,19 +116,19 @@ class SimulatedPeers(Process):
         info = PeerInfo(identity, self.engine_id, pool.num_blocks)
         deadline, timeout = self._seconds
         clock = VirtualClock(self.network)
-        where = info, "", self._port, self._secret, timeout
+        endpoint = Endpoint(info, "", self._port, self._secret, timeout, self._open_channel, clock)
         if self.carrier == "staged":
             self._below = SharedSlots(self.network)
-            self._transport = _Staged(self._below, pool, *where, self._staging_bytes, self._open_channel, clock)
+            self._transport = _Staged(self._below, pool, endpoint, self._staging_bytes)
         elif self.carrier == "nixl":
             self._below = SimulatedAgent(self, f"{self.engine_id} rank {self._rank}")
-            self._transport = NixlTransport(self._below, pool, *where, self._open_channel, clock)
+            self._transport = NixlTransport(self._below, pool, endpoint)
         else:
             self._below = Stream(self)
             pool = replace(pool, device=0, writer=self._below.writer, mark=self._below.mark)
             driver = SimulatedDriver(Allocations.of(self.network), self, pool)
             self._below.driver = driver
-            self._transport = CudaIpcTransport(pool, *where, self._open_channel, clock, lambda device: driver)
+            self._transport = CudaIpcTransport(pool, endpoint, lambda device: driver)
         if self.carrier != "staged":
             self._name_pushes()
         self._transport._process_of = self._process_of

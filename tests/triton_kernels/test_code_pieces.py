@@ -252,7 +252,8 @@ import sys
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from kv_connector.triton_kernels.code_kernels import decode_kernel, encode_kernel
+from kv_connector.triton_kernels.decoding import decode_kernel
+from kv_connector.triton_kernels.encoding import encode_kernel
 
 ADDRESSES = {"block_ids", "flat_ids", "bases", "strides", "sizes", "offsets"}
 for kernel in (encode_kernel, decode_kernel):

@@ -48,7 +48,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> LinkerSettings:
     return LinkerSettings(read_config(given, _SLOT), keep_on_flush)
 
 
-def refuse_unserved(params: Any, components: Collection[ComponentType]) -> None:
+def refuse_unsupported(params: Any, components: Collection[ComponentType]) -> None:
     """Raises ConfigError, naming the reason and what would help. `params`: SGLang's CacheInitParams."""
     others = sorted(component.name for component in components if component is not ComponentType.FULL)
     if others:

@@ -22,26 +22,24 @@ request misses counts when it is looked up: once it has computed it, its pages a
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from ...base import ScheduledRequest, SchedulerOutput
-from ...types import NO_BLOCK, BlockHash
+from ...base import SchedulerOutput
+from ...types import BlockHash
 from ..settings import needs_identity
-from .fragments import Fragment, Inserts, PageOrder, Promises, page_hashes
+from .fragments import Fragment, Promises, page_hashes
 from .identity import read_backend, read_identity
-from .launch import read_settings, refuse_unserved
+from .launch import read_settings, refuse_unsupported
+from .offers import Offers
 from .pools import DevicePages, PageIds
 from .ranks import Ranks
 from .replica import Replica
@@ -57,17 +55,6 @@ logger = logging.getLogger("kv_connector.sglang")
 _QUIET_ROUNDS = 64
 """Rounds of SGLang's scheduler from one step to the next where nothing is under way."""
 _NAP_SECONDS = 5e-4
-
-
-class _Offer(NamedTuple):
-    """Pages that SGLang has computed or used, and locks as long as `pages` is to be read; None where the host has all
-    of them."""
-
-    fragment: Fragment
-    pages: PageIds | None
-
-    def can_be_taken(self) -> bool:
-        return self.pages is None or self.pages.have_come()
 
 
 class LayerWaits:
@@ -104,7 +91,7 @@ class TieredKVLinker(UnifiedCacheLinker):
     ) -> None:
         """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         settings = read_settings(extra_config)
-        refuse_unserved(params, components)
+        refuse_unsupported(params, components)
         config, self._keep_on_flush = settings.config, settings.keep_on_flush
         self.forward_stream = forward_stream
         self._pages = pages = DevicePages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
@@ -114,16 +101,11 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._replica = Replica(config, pages, ranks, identity, read_backend(), params.enable_metrics)
         self._half = self._replica.scheduler
         self._promises = Promises(self._half.tree, self._half.host, self._replica.clock)
-        self._order = PageOrder()
-        self._inserts = Inserts()
+        self._offers = Offers(self._replica, pages, self._behind_forward)
         self._queued: dict[str, tuple[Fragment, PageIds]] = {}  # promised, and the pages that it goes to, by request
         self._loading: list[Fragment] = []  # of the step that has begun
         self._has_lost = False  # one of them, before it began
         self._num_loads = 0
-        self._num_offers = 0
-        self._offers: deque[_Offer] = deque()  # to be taken, in order
-        self._used: dict[tuple[str, int], list[BlockHash]] = {}  # of this round, which the host has
-        self._saving: deque[list[int]] = deque()  # jobs of the step that took each offer that is locked, in order
         self._num_rounds = 0
         self.layer_done_counter = LayerWaits(self._replica, list(pages.tensors))
         self.pools = {PoolName.KV: pages}
@@ -198,43 +180,22 @@ class TieredKVLinker(UnifiedCacheLinker):
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Offer these pages for saving. True if SGLang is to lock them until they are saved, as the host lacks some.
         The same on all ranks."""
-        slots, keys = transfers[0].device_indices, transfers[0].keys
-        # An insert offers a node again with each node behind it: one use. A page's key says what is in front of it.
-        node = keys[-1], len(keys)
-        if (used := self._used.get(node)) is not None:
-            self._insert(used, is_new=False, is_locked=False)
-            return False
-        hashes = page_hashes(keys)
-        has_all = self._has_all(hashes)
-        self._insert(hashes, self._half.tree.get(hashes[-1]) is None, not has_all)
-        offer = Fragment(f"offer {self._num_offers}", hashes, self._pages.page_size)
-        self._num_offers += 1
-        if has_all:
-            self._used[node] = hashes
-            self._offers.append(_Offer(offer, None))
-            return False
-        if slots is None or slots.numel() != len(hashes) * offer.page_size:
-            return False
-        self._offers.append(_Offer(offer, self._pages.ids_of(slots)))
-        return True
+        return self._offers.add(transfers[0].keys, transfers[0].device_indices)
 
     def num_completed_offloads(self) -> int:
         """Called once in each round of SGLang's scheduler: exchange reports with the other ranks, and plan saves of the
         offered pages. Returns how many offers have completed."""
         self._num_rounds += 1
-        self._inserts.begin_round()
-        self._used.clear()
+        self._offers.begin_round()
         self._give_up(self._promises.lapse())  # first: what is taken may need their room
         if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
-            num_ready = sum(1 for _ in itertools.takewhile(_Offer.can_be_taken, self._offers))
-            num_taken = self._replica.advance(len(self._offers), num_ready)
-            self._take([self._offers.popleft() for _ in range(num_taken)])
-        return sum(1 for _ in itertools.takewhile(self._has_saved, self._saving))
+            self._offers.advance()
+        return self._offers.num_saved
 
     def pop_completed_offload(self) -> bool:
         """Unlock the pages of one offer. Returns False, so that SGLang offers them again when they are used, as the
         host may evict them."""
-        self._saving.popleft()
+        self._offers.unlock()
         return False
 
     # The engine as a whole.
@@ -246,11 +207,10 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._end_loading()
         self._queued.clear()
         self._offers.clear()
-        self._used.clear()
         self._replica.finish(self._promises.clear())
         self._replica.worker.drain()
         self._replica.advance()
-        self._saving.clear()
+        self._offers.unlock_all()
         if not self._keep_on_flush:
             self._half.reset_cache()
 
@@ -271,7 +231,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         if known is not None and known.block_hashes == hashes:
             return known
         fragment = Fragment(rid, hashes, self._pages.page_size)
-        self._order.show(hashes)
+        self._offers.show_order(hashes)
         if known is not None:
             self._replica.finish([known])
         # If it ends as before, it is the same one, and the device has others of its pages by now: it has waited as long
@@ -279,52 +239,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         if known is None or known.block_hashes[-1] != hashes[-1]:
             self._promises.end(rid)
             self._half.note_asked(hashes)
-            self._inserts.show(hashes)
+            self._offers.show_asked(hashes)
         return fragment
-
-    def _insert(self, hashes: list[BlockHash], is_new: bool, is_locked: bool) -> None:
-        """A node is offered. What the device served of the request that computed it counts as asked for."""
-        if front := self._inserts.offer(hashes, is_new, is_locked):
-            self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
-
-    def _take(self, offers: Sequence[_Offer]) -> None:
-        """In one step, what the write policy wants of them is saved, behind the forward pass under way."""
-        locked = [(fragment, pages) for fragment, pages in offers if pages is not None]
-        # Of the others the use counts, before the step's saves make room where these are; they need no step.
-        used = [
-            self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes)) for fragment, pages in offers if pages is None
-        ]
-        read = self._pages.read([pages for _, pages in locked])
-        held = [self._hold(fragment, ids) for (fragment, _), ids in zip(locked, read, strict=True) if ids is not None]
-        job_ids: list[int] = []
-        if held:
-            with self._behind_forward():
-                scheduled = [ScheduledRequest(each.request_id, each.num_tokens - 1, 0) for each in held]
-                job_ids = [job.job_id for job in self._replica.step(SchedulerOutput(scheduled)).saves]
-        self._replica.finish([*used, *held])
-        self._saving.extend([job_ids] * len(locked))
-
-    def _hold(self, fragment: Fragment, pages: list[int]) -> Fragment:
-        """These pages hold what the fragment says. Returns it, with the page in front of it if that is known."""
-        front = self._known_in_front_of(fragment.block_hashes[0])
-        if front:  # it is not to be evicted before these
-            fragment = replace(fragment, block_hashes=[*front, *fragment.block_hashes])
-            pages = [NO_BLOCK, *pages]
-        self._half.hold_computed(fragment, [pages], len(front))
-        return fragment
-
-    def _known_in_front_of(self, page: BlockHash) -> list[BlockHash]:
-        """The page that is in front of this one, if the tree knows it; else none."""
-        front = self._order.in_front_of(page)
-        return [front] if front is not None and self._half.tree.get(front) is not None else []
-
-    def _has_all(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether the host has, or will have, every one of these pages."""
-        nodes = self._half.tree.match(hashes)
-        return len(nodes) == len(hashes) and not self._half.host.absent(nodes)
-
-    def _has_saved(self, job_ids: Sequence[int]) -> bool:
-        return all(map(self._replica.has_saved, job_ids))
 
     def _behind_forward(self) -> AbstractContextManager[object]:
         """Copies come behind the forward pass that is under way, on a stream of its own or on this one: it may be

@@ -50,7 +50,7 @@ def waits_up_front(llm_args: Any) -> bool:
     return any(getattr(llm_args, name, None) is not None for name in ("cuda_graph_config", "torch_compile_config"))
 
 
-def refuse_unserved(llm_args: Any) -> None:
+def refuse_unsupported(llm_args: Any) -> None:
     """Raises ConfigError, naming the reason and what would help. `llm_args`: TensorRT-LLM's TorchLlmArgs."""
     for name, why in (
         ("pipeline_parallel_size", "stages of a pipeline do not agree on what is loaded"),

@@ -35,7 +35,7 @@ from ...errors import ConfigError, KVConnectorError
 from ...index import CacheIdentity
 from ...types import StepPlan, StepReport
 from .identity import PromptHasher, is_named, read_identity
-from .launch import read_block_size, read_settings, refuse_unserved
+from .launch import read_block_size, read_settings, refuse_unsupported
 from .ranks import Ranks, meeting_place
 from .requests import LiveRequest, SoughtPrefix, UsedBlocks
 
@@ -53,7 +53,7 @@ class TieredKVScheduler:
     def __init__(self, llm_args: Any) -> None:
         """Raises ConfigError for settings that are not supported."""
         config = read_settings()
-        refuse_unserved(llm_args)
+        refuse_unsupported(llm_args)
         self._llm_args = llm_args
         self._block_size = size = read_block_size(llm_args)
         ranks = Ranks(llm_args)

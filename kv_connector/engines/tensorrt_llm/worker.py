@@ -31,7 +31,7 @@ from ...errors import ConfigError, KVConnectorError
 from ...types import StepPlan, StepReport
 from ..settings import needs_identity
 from .identity import read_backend, read_identity
-from .launch import read_block_size, read_settings, refuse_unserved, waits_up_front
+from .launch import read_block_size, read_settings, refuse_unsupported, waits_up_front
 from .ranks import Ranks, meeting_place
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class TieredKVWorker:
     def __init__(self, llm_args: Any) -> None:
         """Raises ConfigError for settings that are not supported."""
         self._config = read_settings()
-        refuse_unserved(llm_args)
+        refuse_unsupported(llm_args)
         self._llm_args = llm_args
         self._ranks = Ranks(llm_args)
         self._place = meeting_place(llm_args)

@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from ...config import Config, HostFormName, PeerRoute
 from ...errors import ConfigError, KVConnectorError
 from .identity import read_backend, read_identity
-from .specs import read_config, read_shape, refuse_unserved
+from .specs import read_config, read_shape, refuse_peers_beyond_full_attention
 from .stats import PromMetrics, TieredStats
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Raises ConfigError for settings or a model that are not supported, before any memory is taken."""
         super().__init__(vllm_config, role, kv_cache_config)
         config, shape = read_config(vllm_config), read_shape(vllm_config, kv_cache_config)
-        refuse_unserved(config, shape)
+        refuse_peers_beyond_full_attention(config, shape)
         is_shared = config.storage is not None or config.peer is not None
         identity = read_identity(vllm_config, kv_cache_config, shape.block_size) if is_shared else None
         self._scheduler_role: SchedulerRole | None = None

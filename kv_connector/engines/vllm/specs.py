@@ -155,13 +155,13 @@ def _has_stable_hashes(vllm_config: VllmConfig) -> bool:
 
 
 def refuse_unsupported(vllm_config: VllmConfig) -> None:
-    """Raise ConfigError, with the reason and the fix, for what no engine may be started with."""
+    """Raise ConfigError, with the reason and the fix, for what the connector does not support in an engine."""
     if not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigError("enable_prefix_caching=False: vLLM does not hash blocks without it; leave prefix caching on")
 
 
-def refuse_unserved(config: Config, shape: EngineShape) -> None:
-    """Raise ConfigError for settings that this vLLM does not allow with the model's groups."""
+def refuse_peers_beyond_full_attention(config: Config, shape: EngineShape) -> None:
+    """Raise ConfigError for `peer` with block groups whose KV transfers this vLLM does not survive where one fails."""
     if config.peer is None or TELLS_FAILED_REQUESTS or may_truncate(shape.groups):
         return
     if len(shape.groups) > 1:

@@ -15,22 +15,12 @@ from dataclasses import dataclass
 
 from ...errors import KVConnectorError, TransferError
 from ...transfer.cuda.driver import check, libcuda, primary_context
-from ..base import (
-    CLOCK,
-    Clock,
-    Marker,
-    PeerError,
-    PeerPool,
-    PoolRegion,
-    Push,
-    Pushed,
-    Writer,
-    check_int,
-)
-from ..wire.channel import SideChannel
+from ..base import Marker, PeerError, PeerPool, PoolRegion, Push, Pushed, Writer
+from ..wire.fields import check_int
 from ..wire.messages import WireMessage, Written
 from ..wire.peer_info import PeerInfo
-from .one_sided import OneSided, OpenChannel
+from .one_sided import OneSided
+from .over_channel import Endpoint
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
@@ -119,18 +109,7 @@ class CudaIpcTransport(OneSided):
     longest_transfer_seconds = 5.0
     """A copy of many gigabytes, behind many others."""
 
-    def __init__(
-        self,
-        pool: PeerPool,
-        info: PeerInfo,
-        bind: str,
-        port: int,
-        secret: bytes,
-        seconds: float,
-        open_channel: OpenChannel = SideChannel,
-        clock: Clock = CLOCK,
-        driver: Callable[[int], Driver] = Driver,
-    ) -> None:
+    def __init__(self, pool: PeerPool, endpoint: Endpoint, driver: Callable[[int], Driver] = Driver) -> None:
         """Raises PeerError where the pool has no handles, and ConfigError where the address cannot be used."""
         self._driver = driver(pool.device)
         exported = [self._driver.export(region.address) for region in pool.regions]
@@ -139,7 +118,7 @@ class CudaIpcTransport(OneSided):
             [handles.index(h), offset, r.block_stride] for (h, offset), r in zip(exported, pool.regions, strict=True)
         ]
         extra = {"handles": handles, "regions": places}
-        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
+        super().__init__(pool, extra, endpoint)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 

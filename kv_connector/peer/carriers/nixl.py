@@ -21,12 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from ..base import CLOCK, Clock, Ids, PeerError, PeerPool, Push, Pushed, check_int, check_text
-from ..wire.channel import SideChannel
+from ..base import Ids, PeerError, PeerPool, Push, Pushed
+from ..wire.fields import check_int, check_text
 from ..wire.messages import MAX_MESSAGE, Written, decode, encode
 from ..wire.peer_info import PeerInfo
 from .nixl_agent import DROP_SECONDS, LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign
-from .one_sided import OneSided, OpenChannel
+from .one_sided import OneSided
+from .over_channel import Endpoint
 
 _POLL_SECONDS = 0.0005
 _MOST_NOTE_BYTES = 1024
@@ -60,18 +61,7 @@ class NixlTransport(OneSided):
     poll_seconds = _POLL_SECONDS
     longest_transfer_seconds = LONGEST_TRANSFER_SECONDS
 
-    def __init__(
-        self,
-        agent: Any,
-        pool: PeerPool,
-        info: PeerInfo,
-        bind: str,
-        port: int,
-        secret: bytes,
-        seconds: float,
-        open_channel: OpenChannel = SideChannel,
-        clock: Clock = CLOCK,
-    ) -> None:
+    def __init__(self, agent: Any, pool: PeerPool, endpoint: Endpoint) -> None:
         """Raises PeerError where NIXL cannot register the pool, and ConfigError where the address cannot be used."""
         self._pool = pool  # what registers it comes before the links
         self._agent = agent
@@ -84,7 +74,7 @@ class NixlTransport(OneSided):
         self._pieces = self._prepare("NIXL_INIT_AGENT", own, pool.num_blocks, pool.device)
         metadata = encode_metadata(self._agent.get_agent_metadata())
         extra = {"agent": self._name, "metadata": metadata, "regions": own, "device": pool.device}
-        super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
+        super().__init__(pool, extra, endpoint)
         self._remotes: dict[int, _Remote] = {}
         self._writing: list[_Writing] = []
 

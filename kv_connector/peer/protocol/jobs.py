@@ -22,9 +22,7 @@ from operator import attrgetter
 
 from ...types import PeerAction, PeerJob
 from ..base import (
-    CLOCK,
     Arrived,
-    Clock,
     Connected,
     Lost,
     Marker,
@@ -35,6 +33,7 @@ from ..base import (
     PeerTransport,
     Pushed,
 )
+from ..clock import CLOCK, Clock
 from ..identity import PeerIdentity
 from .offers import Offers
 from .receives import Receives

@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ...types import PeerJob
-from ..base import Connected, PeerError, PeerTransport, Push, Pushed, check_ids
+from ..base import Connected, PeerError, PeerTransport, Push, Pushed
 from ..identity import PeerIdentity
-from ..wire.messages import HASH_BYTES, Nothing, Refused, Stop, Stopped, Want, WireMessage
+from ..wire.fields import check_ids
+from ..wire.messages import HASH_BYTES, Nothing, Refused, Stop, Want, WireMessage
 from .early import NOT_HELD, Asker, Early, Key, Wanted
+from .stops import Stops
 
 
 @dataclass(slots=True)
@@ -70,15 +72,6 @@ class _Offer:
         return is_other or asker.place in self.wants or asker.place in self.unwanted
 
 
-@dataclass(slots=True)
-class _Stop:
-    """A grant that is to be filled no more: the peer is told once these pushes have ended."""
-
-    link: int
-    grant: int
-    pushes: set[int]
-
-
 class Offers:
     """The producer's side: matches wants with offers. `ended` collects (job id, ok) for the owner to take. Transfers
     that are declined before they are offered, or were withdrawn, are remembered for `deadline_seconds`."""
@@ -100,7 +93,7 @@ class Offers:
         self._by_job: dict[int, _Offer] = {}
         self._by_push: dict[int, tuple[_Offer, _Sending, Wanted]] = {}
         self._early = Early(deadline_seconds, clock)
-        self._stops: list[_Stop] = []
+        self._stops = Stops(self._say)
         self._peers: dict[int, Connected] = {}  # by link
         self._numbers = count(1)
 
@@ -192,9 +185,7 @@ class Offers:
         if not event.ok and offer.wants.get(want.asker.place) is want:
             self._refuse(want, "a push failed")
             self._unwanted(offer, want.asker.place)
-        for stop in self._stops:
-            stop.pushes.discard(event.number)
-        self._tell_stopped()
+        self._stops.ended(event.number)
         if sending.is_ending:
             self._end(offer, sending, ok=offer.is_unwanted)
         else:
@@ -269,17 +260,12 @@ class Offers:
         self._early.stop(link, grant)
         # Also those of an offer that is not held any more, or not wanted: they still write to the grant's blocks.
         under_way = [n for n, (_, _, want) in self._by_push.items() if (want.asker.link, want.grant) == (link, grant)]
-        self._stops.append(_Stop(link, grant, set(under_way)))
+        self._stops.begin(link, grant, under_way)
         for offer in list(self._offers.values()):
             for want in list(offer.wants.values()):
                 if (want.asker.link, want.grant) == (link, grant):
                     self._unwanted(offer, want.asker.place)
-        self._tell_stopped()
-
-    def _tell_stopped(self) -> None:
-        for stop in [stop for stop in self._stops if not stop.pushes]:
-            self._stops.remove(stop)
-            self._say(stop.link, Stopped(stop.grant))
+        self._stops.tell()
 
     # Progress of offers.
 

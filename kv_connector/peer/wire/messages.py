@@ -13,7 +13,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
-from ..base import Arrived, PeerError, check_hex, check_int, check_numbers, check_text
+from ..base import Arrived, PeerError
+from .fields import check_hex, check_int, check_numbers, check_text
 from .peer_info import PeerInfo
 
 MAX_MESSAGE = 1 << 20

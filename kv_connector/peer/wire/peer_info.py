@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...values import shown
-from ..base import Connected, PeerError, check_int, check_text
+from ..base import Connected, PeerError
 from ..identity import PeerIdentity
+from .fields import check_int, check_text
 
 
 @dataclass(frozen=True, slots=True)

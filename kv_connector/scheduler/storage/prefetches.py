@@ -12,7 +12,6 @@ all the same where it had begun.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
@@ -20,26 +19,22 @@ import numpy as np
 
 from ...base import Request
 from ...config import Prefetch, StorageConfig
-from ...events import BlockStored
-from ...index import Event, terms_of
-from ...types import BlockHash, StorageAction, StorageJob, Tier
+from ...index import terms_of
+from ...types import BlockHash, StorageAction, StorageJob
 from ..control.hints import hints_of
 from ..ledger import EndedJob, JobOwner
 from ..loads.choice import LoadPlanner
 from ..shared import Shared
-from .fetches import Fetches
+from .fetches import FetchPlanner
 from .followers import Followers
 from .grouping import Grouping
 from .prefetching import Prefetching
 from .reading import LOST_SECONDS, Reading
 from .search import Question, Search
 
-_FETCH_BLOCKS = 64
-"""In one job: what has come can be loaded while the rest is on its way."""
 _MOST_WARMING = 64
 """Prefixes that are brought at a time though no request waits for them."""
-_LEFT_SHARE = 4
-"""Of the host, as a divisor, that fetches under way leave alone: storage that hangs must not keep all of it."""
+_NO_BLOCKS = np.empty(0, dtype=np.int64)
 
 logger = logging.getLogger("kv_connector.scheduler")
 
@@ -66,7 +61,6 @@ class PrefetchPlanner:
         self._config = config
         self._shared = shared
         self._grouped = shared.grouped
-        self._tree = shared.grouped.tree
         self._host = shared.host
         self._grouping = grouping
         self._loads = loads
@@ -75,12 +69,11 @@ class PrefetchPlanner:
         self._clock = shared.clock
         self._block_size = shared.block_size
         self._keys = keys
-        self._on_fetched = on_fetched
         self._on_answered = on_answered
         self._prefetches: dict[str, Prefetching] = {}
         self._warming: list[Prefetching] = []  # that no request waits for
         self._followers = Followers()
-        self._fetches = Fetches()
+        self._fetches = FetchPlanner(shared, grouping, self._followers, owner, keys, on_fetched)
         self._opened: list[StorageJob] = []  # to be planned
         self._reading = Reading()
 
@@ -100,7 +93,7 @@ class PrefetchPlanner:
         search = self._search(hashes[:num_hashes])
         prefetch = Prefetching((request.request_id,), hashes, num_hashes, search, deadline, terms, hints.prefetch)
         self._prefetches[request.request_id] = prefetch
-        self._coalesce_begun(prefetch)
+        self._fetches.coalesce_begun(prefetch)
 
     @property
     def may_warm(self) -> bool:
@@ -116,7 +109,7 @@ class PrefetchPlanner:
         terms = terms_of(tenant)
         prefetch = Prefetching((), tuple(block_hashes), len(block_hashes), search, 0.0, terms, is_thorough=True)
         self._warming.append(prefetch)
-        self._coalesce_begun(prefetch)
+        self._fetches.coalesce_begun(prefetch)
         return True
 
     def is_awaited(self, request_id: str) -> bool:
@@ -179,7 +172,7 @@ class PrefetchPlanner:
         was_cancelled = was_called_off and not ok
         self._reading.ended(job, not was_cancelled, self._clock())
         if job.action is StorageAction.FETCH:
-            self._end_fetch(ended, job, was_cancelled)
+            self._fetches.end(ended, job, was_cancelled)
         for prefetch in followers:
             hashes = prefetch.jobs.pop(job.job_id)
             question = prefetch.look_ups.pop(job.job_id, None)
@@ -193,7 +186,7 @@ class PrefetchPlanner:
             if prefetch.has_lost and prefetch.is_done and not prefetch.is_repeated:
                 prefetch.is_repeated = True
                 prefetch.search = self._search(prefetch.block_hashes[: prefetch.stop])
-                self._coalesce_begun(prefetch)
+                self._fetches.coalesce_begun(prefetch)
         self._forget_warmed()
 
     def reset(self) -> None:
@@ -221,27 +214,16 @@ class PrefetchPlanner:
             return False
         return self._grouped.has_windows or (fetch.job.job_id in prefetch.coalesced and not fetch.ok)
 
-    def _coalesce_begun(self, prefetch: Prefetching) -> None:
-        """What is on its way to the host is waited for."""
-        if not self._fetches.bring_any:
-            return
-        search = prefetch.search
-        for group, blocks in enumerate(self._grouped.needed(0, search.host_end)):
-            keys = self._grouped.keys(search.hashes, group)
-            if group in search.first:
-                self._coalesce(prefetch, group, range(len(keys)), self._tree.match(keys))
-            else:
-                nodes = self._grouped.find(keys[blocks.start : blocks.stop])
-                self._coalesce(prefetch, group, blocks, nodes, range(search.host_end))
-
     def _look_up(self, prefetch: Prefetching) -> list[StorageJob]:
         """What is to be asked now."""
         jobs = []
         for question in prefetch.search.take():
             keys = self._grouped.keys(prefetch.search.hashes, question.group)
             asked = keys[question.blocks.start : question.blocks.stop]
-            singly = self._is_single(question.group)
-            job = self._open(prefetch, StorageAction.LOOK_UP, self._keys(asked), (), singly=singly)
+            singly = question.group in self._grouped.windows
+            job_id = self._shared.ledger.next_id()
+            job = StorageJob(job_id, StorageAction.LOOK_UP, self._keys(asked), _NO_BLOCKS, singly=singly)
+            self._shared.ledger.open(job, self._owner, prefetch.request_ids)
             prefetch.look_ups[job.job_id] = question
             self._followers.follow(job.job_id, prefetch, set())
             jobs.append(job)
@@ -253,32 +235,14 @@ class PrefetchPlanner:
         else:
             self._opened += self._look_up(prefetch)
 
-    def _is_single(self, group: int) -> bool:
-        return group in self._grouped.windows
-
-    def _open(
-        self,
-        prefetch: Prefetching,
-        action: StorageAction,
-        keys: bytes,
-        host_ids: Sequence[int],
-        skipped: tuple[int, ...] = (),
-        singly: bool = False,
-    ) -> StorageJob:
-        job_id, blocks = self._shared.ledger.next_id(), np.array(host_ids, dtype=np.int64)
-        job = StorageJob(job_id, action, keys, blocks, skipped, singly)
-        self._shared.ledger.open(job, self._owner, prefetch.request_ids)
-        return job
-
     def _abandon(self, job_id: int, now: float) -> None:
-        """Storage has lost the job, by all appearances: its requests are computed, and what it was to bring may be
-        saved or fetched anew. Its host blocks stay leased: they may be written to yet."""
+        """Storage has lost the job, by all appearances: its requests are computed."""
         logger.warning(
             "storage has not answered job %d for %.0f s: requests wait for it no longer", job_id, LOST_SECONDS
         )
         self._reading.forget(job_id, now)
         self._followers.abandon(job_id)
-        self._host.discard(self._fetches.abandon(job_id))
+        self._fetches.abandon(job_id)
         self._forget_warmed()
 
     def _forget_warmed(self) -> None:
@@ -286,8 +250,8 @@ class PrefetchPlanner:
             self._warming = [prefetch for prefetch in self._warming if not prefetch.is_done]
 
     def _found(self, prefetch: Prefetching) -> None:
-        """Fetch what storage has of the longest hit, but for what is on its way."""
-        search, now = prefetch.search, self._clock()
+        """Fetch what storage has of the longest hit, unless that is sooner computed."""
+        search = prefetch.search
         end = search.fit()
         if end <= search.host_end:
             return
@@ -297,92 +261,4 @@ class PrefetchPlanner:
         if may_skip and self._reading.is_slower(num_lacking, self._loads.recompute_seconds(num_tokens)):
             self._metrics.recomputed_storage_tokens += num_tokens
             return
-        paths = [self._grouped.keys(search.hashes, group)[: search.stop_of(group, end)] for group in search.first]
-        capacity = self._host.pool.capacity
-        most = capacity - capacity // _LEFT_SHARE - self._fetches.num_blocks
-        self._tree.touch(search.held_windows(end), now)
-        room = self._host.allocate_behind(max(0, min(num_lacking, most)), paths, now, *prefetch.terms.claim)
-        end = search.fit(len(room))  # room may have been made of what windows need
-        self._metrics.dropped_fetches_blocks += max(0, num_lacking - search.num_lacking(end))
-        self._host.release(self._fetch_all(prefetch, end, room) if end > search.host_end else room)
-
-    def _fetch_all(self, prefetch: Prefetching, end: int, room: list[int]) -> list[int]:
-        """Jobs for all that a hit up to `end` lacks, which there is room for; returns what is left of that."""
-        search, now = prefetch.search, self._clock()
-        inserted = []
-        for group, blocks in enumerate(search.needed(end)):
-            nodes = self._grouped.insert(search.hashes, group, now, blocks, prefetch.terms)
-            inserted += nodes
-            self._tree.touch(nodes, now)
-            size, singly = self._grouped.groups[group].hashes_per_block, self._is_single(group)
-            since = range(search.host_end, end) if singly else None
-            needed = nodes[: bisect_left(blocks, search.stop_of(group, end))]
-            self._coalesce(prefetch, group, blocks, needed, since)
-            for part in self._grouping.parts(self._host.absent(needed), blocks, singly, _FETCH_BLOCKS):
-                job = self._fetch(prefetch, nodes, part, room[: len(part)], singly)
-                room = room[len(part) :]
-                brought = since or (hashes for i in part for hashes in _hashes(blocks[i], size))
-                self._followers.follow(job.job_id, prefetch, set(brought))
-        self._tree.settle(inserted)
-        return room
-
-    def _fetch(
-        self, prefetch: Prefetching, nodes: list[int], wanted: list[int], host_ids: list[int], singly: bool
-    ) -> StorageJob:
-        """Of the nodes those at these places are wanted; none of objects without any. Those of full attention begin
-        with an object."""
-        self._host.attach(host_ids, [nodes[i] for i in wanted], Event.FETCH)
-        places = wanted
-        if not singly:
-            size = self._grouping.num_blocks
-            starts = dict.fromkeys(map(self._grouping.start, wanted))
-            places = [i for start in starts for i in range(start, min(start + size, len(nodes)))]
-        is_wanted = frozenset(wanted)
-        skipped = tuple(key for key, i in enumerate(places) if i not in is_wanted)
-        keys = self._keys([self._tree.hash_of(nodes[i]) for i in places])
-        job = self._open(prefetch, StorageAction.FETCH, keys, host_ids, skipped, singly)
-        self._fetches.begun(job)
-        self._opened.append(job)
-        return job
-
-    def _end_fetch(self, ended: EndedJob, job: StorageJob, was_cancelled: bool) -> None:
-        host_ids = job.host_ids.tolist()
-        self._fetches.ended(job)
-        if not ended.ok:
-            self._metrics.cancelled_fetch_jobs += was_cancelled
-            self._metrics.failed_fetch_jobs += not was_cancelled
-            self._host.discard(host_ids)
-            return
-        self._host.discard(sorted(ended.missing))
-        host_ids = [block_id for block_id in host_ids if block_id not in ended.missing]
-        filled = self._host.fill(host_ids)
-        self._on_fetched(host_ids)
-        self._metrics.fetched_blocks += len(filled)
-        if filled:
-            self._shared.events.add(BlockStored(self._host.hashes_of(filled), Tier.HOST))
-
-    def _coalesce(
-        self,
-        prefetch: Prefetching,
-        group: int,
-        blocks: Sequence[int],
-        nodes: Sequence[int],
-        since: range | None = None,
-    ) -> None:
-        """Follow the fetches of these nodes, which are blocks of the prefix, that are under way already. Each brings
-        its own tokens, or those that windows are whole for since others are."""
-        if not self._fetches.bring_any:
-            return
-        size = self._grouped.groups[group].hashes_per_block
-        for block, host_id in zip(blocks, self._host.blocks_of(nodes), strict=False):
-            job_id = self._fetches.job_of(host_id)
-            if job_id is None:
-                continue
-            if job_id not in prefetch.jobs:
-                self._followers.coalesce(job_id, prefetch)
-            prefetch.jobs[job_id].update(_hashes(block, size) if since is None else since)
-
-
-def _hashes(block: int, size: int) -> range:
-    """Of a block of so many hashes."""
-    return range(block * size, (block + 1) * size)
+        self._opened += self._fetches.open(prefetch, end, num_lacking)

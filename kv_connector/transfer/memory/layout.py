@@ -120,6 +120,34 @@ class _Tensors:
             self.heads.append((0, 0) if isinstance(given, str) else heads_of(tensor, given, view.shape[1]))
         return _Tensor(arrangement, undivided, given, range(first, len(self.pieces)))
 
+    # By region, where `went` has the region of each piece.
+
+    def heads_by_region(self, went: Sequence[int], num_regions: int) -> list[tuple[int, int]]:
+        """Of layers that lie over each other each may have other heads: then nothing is known of them."""
+        by_region, num_pieces = dict(zip(went, self.heads, strict=True)), Counter(went)
+        return [by_region[region] if num_pieces[region] == 1 else (0, 0) for region in range(num_regions)]
+
+    def dtypes_by_region(self, went: Sequence[int], num_regions: int) -> list[torch.dtype | None]:
+        """None where there are several."""
+        found: list[set[torch.dtype]] = [set() for _ in range(num_regions)]
+        for region, dtypes in zip(went, self.dtypes, strict=True):
+            found[region] |= dtypes
+        return [dtypes.pop() if len(dtypes) == 1 else None for dtypes in found]
+
+    def arrangements(
+        self, regions: Sequence[tuple[str, torch.Tensor]], went: Sequence[int], heads: Sequence[tuple[int, int]]
+    ) -> tuple[str, str]:
+        """What the bytes of all are, and the same but for how many KV heads they have."""
+        texts, undivided = [], []
+        for part in self.entries.values():
+            first = part.pieces.start
+            shift = self.pieces[first][1].data_ptr() - regions[went[first]][1].data_ptr()
+            at = f" at {shift}" if shift else ""
+            is_known = all(heads[went[piece]][0] for piece in part.pieces)
+            texts.append(f"{part.arrangement}{at}")
+            undivided.append(f"{part.undivided if is_known else part.arrangement}{at}")
+        return in_runs(texts), in_runs(undivided)
+
 
 class CacheLayout:
     """Every region of the registered cache tensors. It never changes.
@@ -196,22 +224,11 @@ class CacheLayout:
         regions, went = join_overlaid(pieces)
         check_apart(regions)
         layer_regions = {name: [went[piece] for piece in own[name]] for name in kv_caches}
-        by_region, num_pieces = dict(zip(went, found.heads, strict=True)), Counter(went)
-        # Of layers that lie over each other each may have other heads.
-        heads = [by_region[region] if num_pieces[region] == 1 else (0, 0) for region in range(len(regions))]
-        found_dtypes: list[set[torch.dtype]] = [set() for _ in regions]
-        for region, dtypes in zip(went, found.dtypes, strict=True):
-            found_dtypes[region] |= dtypes
-        dtypes_of = [dtypes.pop() if len(dtypes) == 1 else None for dtypes in found_dtypes]
-        texts, undivided = [], []
-        for part in found.entries.values():
-            first = part.pieces.start
-            shift = pieces[first][1].data_ptr() - regions[went[first]][1].data_ptr()
-            at = f" at {shift}" if shift else ""
-            is_known = all(heads[went[piece]][0] for piece in part.pieces)
-            texts.append(f"{part.arrangement}{at}")
-            undivided.append(f"{part.undivided if is_known else part.arrangement}{at}")
-        return cls(num_blocks, regions, layer_regions, in_runs(texts), in_runs(undivided), heads, dtypes_of)
+        heads = found.heads_by_region(went, len(regions))
+        texts, undivided = found.arrangements(regions, went, heads)
+        return cls(
+            num_blocks, regions, layer_regions, texts, undivided, heads, found.dtypes_by_region(went, len(regions))
+        )
 
     def last_region(self, layer_name: str) -> int:
         """Index of the last region that the layer reads; an alias reads its owner's. -1 for an unknown layer."""

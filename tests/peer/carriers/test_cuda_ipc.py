@@ -15,6 +15,7 @@ import pytest
 
 from kv_connector.errors import TransferError
 from kv_connector.peer.carriers.cuda_ipc import CudaIpcTransport
+from kv_connector.peer.carriers.over_channel import Endpoint
 from kv_connector.peer.carriers.staged.slots import DeviceSlots
 from tests.engines import ManualEvent, ManualLane
 from tests.peer.peers import SECRET, Connected, Lost, Pool, Pushed, Side, ids, info_of, link_up, push_all, until
@@ -59,7 +60,8 @@ def pair() -> Any:
         pool = Pool(10, seed)
         pool.pool = replace(pool.pool, device=0, writer=lambda _: FailingWriter(), mark=lambda: lane.mark(lane.stream))
         info = info_of(pool, transport="cuda_ipc")
-        transport = CudaIpcTransport(pool.pool, info, "127.0.0.1", 0, SECRET, 5.0, driver=Mappings)  # type: ignore[arg-type]
+        endpoint = Endpoint(info, "127.0.0.1", 0, SECRET, 5.0)
+        transport = CudaIpcTransport(pool.pool, endpoint, driver=Mappings)  # type: ignore[arg-type]
         sides.append(Side(transport))
     yield *sides, lane.marks
     for side in sides:

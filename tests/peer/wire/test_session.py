@@ -5,7 +5,11 @@ from __future__ import annotations
 import pytest
 
 from kv_connector.peer.base import PeerError
+from kv_connector.peer.wire.frames import frame
+from kv_connector.peer.wire.messages import Introduction, Stop, encode
 from kv_connector.peer.wire.session import Session
+from tests.peer.peers import Lost, Message, Pool, Side, info_of
+from tests.peer.strangers import Raw
 
 NONCES = b"c" * 32, b"l" * 32
 
@@ -66,3 +70,32 @@ def test_every_session_has_keys_of_its_own() -> None:
         assert listener.proof != pair()[0].proof
         with pytest.raises(PeerError):
             listener.open(message)
+
+
+@pytest.mark.usefixtures("pairs_still_work")
+@pytest.mark.parametrize("changes", ["a byte", "lost", "twice", "swapped", "added", "cut short"])
+def test_what_was_changed_on_its_way_costs_the_link(listener: Side, changes: str) -> None:
+    """Nothing of it is heard, nor anything behind it."""
+    raw = Raw(listener)
+    assert isinstance(raw.shake_hands(info_of(Pool())), Introduction)
+    assert raw.session is not None
+    said = [raw.session.seal(encode(Stop(number))) for number in range(3)]
+    heard = 1
+    if changes == "a byte":
+        said[1] = said[1][:8] + bytes([said[1][8] ^ 1]) + said[1][9:]
+    elif changes == "lost":
+        del said[1]
+    elif changes == "twice":
+        said.insert(1, said[0])
+    elif changes == "swapped":
+        said[1:] = said[:0:-1]
+    elif changes == "added":
+        said.insert(1, encode(Stop(9)) + bytes(16))
+    else:
+        said[1] = said[1][:10]
+    for payload in said:
+        raw.sock.sendall(frame(payload))
+    assert raw.hear() is None
+    assert [event.message for event in listener.of(Message)] == [Stop(number) for number in range(heard)]
+    assert "changed, lost or added" in listener.of(Lost)[-1].reason
+    raw.sock.close()

@@ -9,7 +9,7 @@ import pytest
 from kv_connector.base import ScheduledRequest, SchedulerOutput
 from kv_connector.config import Config
 from kv_connector.index import BlockGroup, CacheIdentity
-from kv_connector.index.lookup import group_key
+from kv_connector.index.groups import group_key
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import StepPlan, StepReport
 from tests.scheduler.test_half import Asked, Clock, ForeignBlocks, admit, make_half, report, run

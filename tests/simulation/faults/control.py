@@ -10,7 +10,7 @@ _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _BUILD = "kv_connector/build.py"
 _CONTROL = "kv_connector/scheduler/control/control.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
-_LOOKUP = "kv_connector/index/lookup.py"
+_GROUPS = "kv_connector/index/groups.py"
 _OPERATIONS = "kv_connector/scheduler/operations.py"
 _PIN_FILE = "kv_connector/storage/filesystem/pin_file.py"
 _PIN_KEEPER = "kv_connector/storage/filesystem/pin_keeper.py"
@@ -390,13 +390,13 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "given-hashes-of-another-place",
         "an operator's hashes are pinned though the first of them is known as one in the middle of a prompt",
-        (Patch(_LOOKUP, "if node is None or parents[node] != before:", "if node is None:"),),
+        (Patch(_GROUPS, "if node is None or parents[node] != before:", "if node is None:"),),
         tested(f"{_STEERING}::test_hashes_are_taken_once_requests_have_shown_them_as_a_prompts_first_blocks"),
     ),
     Mutant(
         "given-hashes-of-a-window",
         "the name of a window's copy is taken for the hash of a prompt's first block",
-        (Patch(_LOOKUP, " or any(split_key(block_hash)[1] for block_hash in hashes)", ""),),
+        (Patch(_GROUPS, " or any(split_key(block_hash)[1] for block_hash in hashes)", ""),),
         tested("tests/index/test_prefixes.py::test_of_all_lists_those_are_known_that_requests_have_shown"),
     ),
     Mutant(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, tested
 
 _LOOKUP = "kv_connector/index/lookup.py"
+_GROUPS = "kv_connector/index/groups.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _PLANNER = "kv_connector/scheduler/saves/planner.py"
 _REACHABLE = "kv_connector/scheduler/saves/reachable.py"
 _HALF = "kv_connector/scheduler/half.py"
+_SCHEDULED = "kv_connector/scheduler/scheduled.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _GROUPING = "kv_connector/scheduler/storage/grouping.py"
 _WORLDS = tested("tests/simulation/test_layer_groups.py::test_layers_of_several_kinds_break_no_promise")
@@ -51,25 +53,25 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "named-by-the-first-hash",
         "a block has the hash at its beginning, which does not cover what it holds",
-        (Patch(_LOOKUP, "range(size - 1, len(self) * size, size)", "range(0, len(self) * size, size)"),),
+        (Patch(_GROUPS, "range(size - 1, len(self) * size, size)", "range(0, len(self) * size, size)"),),
         _WORLDS,
     ),
     Mutant(
         "chunk-begins-behind",
         "a hit does without the first block of the chunk that its next token is in",
-        (Patch(_LOOKUP, "return end - end % self.chunk_blocks", "return end - max(0, end % self.chunk_blocks - 1)"),),
+        (Patch(_GROUPS, "return end - end % self.chunk_blocks", "return end - max(0, end % self.chunk_blocks - 1)"),),
         tested("tests/simulation/test_chunks.py::test_chunked_attention_breaks_no_promise"),
     ),
     Mutant(
         "windows-truncated",
         "a request goes on behind blocks in front of its window, which no load was to fill",
-        (Patch(_LOOKUP, "len(groups) == 1 and groups[0].is_full", "len(groups) == 1"),),
+        (Patch(_GROUPS, "len(groups) == 1 and groups[0].is_full", "len(groups) == 1"),),
         _WORLDS,
     ),
     Mutant(
         "ends-within-a-block",
         "a hit may end within a block of a group",
-        (Patch(_LOOKUP, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
+        (Patch(_GROUPS, "fitted = end - end % self.hashes_per_hit", "fitted = end"),),
         tested(_HITS),
     ),
     Mutant(
@@ -101,7 +103,9 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "what a step may write to is looked for at the same places of all tables, whatever blocks they have",
         (
             Patch(
-                _HALF, "written += table.block_ids[first // size :]", "written += table.block_ids[first // sizes[0] :]"
+                _SCHEDULED,
+                "written += table.block_ids[first // size :]",
+                "written += table.block_ids[first // sizes[0] :]",
             ),
         ),
         tested("tests/scheduler/test_steps.py"),
@@ -134,7 +138,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "unscheduled-states-forgotten",
         "states of requests that the step does not compute are not saved",
-        (Patch(_HALF, "for request_id, states in told.items():", "for request_id, states in ():"),),
+        (Patch(_SCHEDULED, "for request_id, states in told.items():", "for request_id, states in ():"),),
         tested(_SAVES),
     ),
     Mutant(
@@ -209,7 +213,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "ends-with-drafts",
         "a hit ends inside of a block behind which a draft layer needs rows that it has not",
-        (Patch(_LOOKUP, "ends_within and not drop_last_block", "ends_within"),),
+        (Patch(_GROUPS, "ends_within and not drop_last_block", "ends_within"),),
         tested("tests/index/test_lookup.py::test_no_hit_ends_inside_of_a_block_that_is_left_to_draft_layers"),
     ),
     Mutant(
@@ -223,7 +227,7 @@ LAYER_GROUPS: tuple[Mutant, ...] = (
         "the block that a hit ends with is taken to have left the window",
         (
             Patch(
-                _LOOKUP,
+                _GROUPS,
                 "self.first_needed(-(-num_tokens // block_tokens))",
                 "self.first_needed(num_tokens // block_tokens + 1)",
             ),

@@ -8,7 +8,7 @@ from .scheduler import WORLDS
 _LATER_WORLDS = simulated(60, seed=61)
 
 _CHOICE = "kv_connector/scheduler/loads/choice.py"
-_LOOKUP = "kv_connector/index/lookup.py"
+_GROUPS = "kv_connector/index/groups.py"
 _RATES = "kv_connector/scheduler/loads/rates.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _HALF = "kv_connector/scheduler/half.py"
@@ -198,7 +198,7 @@ LOADS: tuple[Mutant, ...] = (
         "a hit that was cut short for one window is not whole for another",
         (
             Patch(
-                _LOOKUP,
+                _GROUPS,
                 "            if fitted == end:\n                return end\n            end = fitted",
                 "            return fitted",
             ),
@@ -210,7 +210,7 @@ LOADS: tuple[Mutant, ...] = (
         "where the last block is left to be computed, the window in front of it need not be there",
         (
             Patch(
-                _LOOKUP,
+                _GROUPS,
                 "self.whole_end(first, end, has)) - 1\n",
                 "self.whole_end(first, end, has)) - 1\n            return max(end, first)\n",
             ),
@@ -220,7 +220,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "block-behind-the-state",
         "with draft layers the block behind the state has to have a state too",
-        (Patch(_LOOKUP, "end if self.full else ", ""),),
+        (Patch(_GROUPS, "end if self.full else ", ""),),
         tested("tests/index/test_lookup.py"),
     ),
     Mutant(

@@ -8,7 +8,7 @@ _OUTGOING = "kv_connector/scheduler/peers/outgoing.py"
 _INCOMING = "kv_connector/scheduler/peers/incoming.py"
 _PARAMS = "kv_connector/scheduler/peers/params.py"
 _OFFERS = "kv_connector/peer/protocol/offers.py"
-_HALF = "kv_connector/scheduler/half.py"
+_SCHEDULED = "kv_connector/scheduler/scheduled.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _WORLDS = tested("tests/simulation/test_peer_groups.py::test_kv_transfers_of_layers_of_several_kinds_break_no_promise")
 _GROUPS = "tests/scheduler/peers/test_groups.py"
@@ -214,7 +214,7 @@ PEER_GROUPS: tuple[Mutant, ...] = (
         "a state that is told of a request that is not scheduled is not offered",
         (
             Patch(
-                _HALF,
+                _SCHEDULED,
                 "        self._companions.scheduled(item, state.tables, told)",
                 "        if item.num_scheduled_tokens:\n"
                 "            self._companions.scheduled(item, state.tables, told)",

@@ -161,7 +161,7 @@ SAVES: tuple[Mutant, ...] = (
     Mutant(
         "left-chunk-saved",
         "blocks are saved that lie in front of the chunk that the engine is in, and may be anybody's",
-        (Patch("kv_connector/index/lookup.py", "return self.first_needed(num_tokens // block_tokens)", "return 0"),),
+        (Patch("kv_connector/index/groups.py", "return self.first_needed(num_tokens // block_tokens)", "return 0"),),
         tested(
             "tests/scheduler/saves/test_windows.py"
             "::test_of_a_chunk_is_saved_what_the_next_token_or_another_request_may_see"
@@ -222,7 +222,7 @@ SAVES: tuple[Mutant, ...] = (
         "of a window with smaller blocks than others have one that a hit needs is not saved",
         (
             Patch(
-                "kv_connector/index/lookup.py",
+                "kv_connector/index/groups.py",
                 "entry.first_needed((block // per_hit + 1) * per_hit)",
                 "entry.first_needed((block // per_hit + 1) * per_hit) + (per_hit > 1)",
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutant import Mutant, Patch, simulated, tested
 
 _HALF = "kv_connector/scheduler/half.py"
+_SCHEDULED = "kv_connector/scheduler/scheduled.py"
 _HITS = "kv_connector/scheduler/hits.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
 _REQUESTS = "kv_connector/scheduler/requests.py"
@@ -224,7 +225,7 @@ SCHEDULER: tuple[Mutant, ...] = (
         "blocks of windows that a step writes are not guarded",
         (
             Patch(
-                _HALF,
+                _SCHEDULED,
                 "for size, table in zip(sizes, state.tables, strict=False):\n                written",
                 "for size, table in zip(sizes, state.tables[:1], strict=False):\n                written",
             ),

@@ -55,7 +55,7 @@ SGLANG: tuple[Mutant, ...] = (
     _mutant(
         "chunks-apart",
         "of a prompt that was computed in chunks the heads are evicted, and tails stay that nobody reaches",
-        "linker.py",
+        "offers.py",
         "        return [front] if front is not None and self._half.tree.get(front) is not None else []\n",
         "        return []\n",
         f"{_LINKER}::test_a_prompt_that_was_computed_in_chunks_is_found_as_one_that_was_not",
@@ -136,8 +136,8 @@ SGLANG: tuple[Mutant, ...] = (
         "offers-stored",
         "SGLang is told that pages are stored for good, and never offers them again",
         "linker.py",
-        "        self._saving.popleft()\n        return False\n",
-        "        self._saving.popleft()\n        return True\n",
+        "        self._offers.unlock()\n        return False\n",
+        "        self._offers.unlock()\n        return True\n",
         f"{_LINKER}::test_a_prefix_that_was_offered_in_parts_is_one_hit",
     ),
     _mutant(
@@ -159,15 +159,15 @@ SGLANG: tuple[Mutant, ...] = (
     _mutant(
         "offers-of-nothing",
         "pages that the host had when they were offered are saved, though nobody has locked them",
-        "linker.py",
-        "self._offers.append(_Offer(offer, None))",
-        "self._offers.append(_Offer(offer, self._pages.ids_of(slots)))",
+        "offers.py",
+        "self._waiting.append(_Offer(offer, None))",
+        "self._waiting.append(_Offer(offer, self._pages.ids_of(slots)))",
         f"{_LINKER}::test_what_the_host_has_let_go_of_before_it_is_counted_as_used_is_not_saved",
     ),
     _mutant(
         "offers-unlocked-early",
         "SGLang is told that pages are saved while their copies are under way, and computes others into them",
-        "linker.py",
+        "offers.py",
         "        self._saving.extend([job_ids] * len(locked))\n",
         "        self._saving.extend([[]] * len(locked))\n",
         f"{_LINKER}::test_pages_are_locked_until_the_save_of_their_step_has_ended",
@@ -176,8 +176,8 @@ SGLANG: tuple[Mutant, ...] = (
         "misses-unlearned",
         "what a request misses is never learned, and of chats that come back none stays",
         "linker.py",
-        "            self._half.note_asked(hashes)\n            self._inserts",
-        "            self._inserts",
+        "            self._half.note_asked(hashes)\n            self._offers",
+        "            self._offers",
         f"{_REUSE}::test_of_chats_that_do_not_all_fit_as_many_stay_as_do",
     ),
     _mutant(
@@ -207,7 +207,7 @@ SGLANG: tuple[Mutant, ...] = (
     _mutant(
         "turns-on-the-device",
         "a chat that the device serves is taken for one that never comes back",
-        "linker.py",
+        "offers.py",
         "            self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)\n",
         "            pass\n",
         f"{_REUSE}::test_what_the_device_serves_of_a_request_counts_once_too",
@@ -271,7 +271,7 @@ SGLANG: tuple[Mutant, ...] = (
     _mutant(
         "fronts-saved",
         "a page that is only known to be in front is saved from a page of the device that nobody has named",
-        "linker.py",
+        "offers.py",
         "self._half.hold_computed(fragment, [pages], len(front))",
         "self._half.hold_computed(fragment, [pages], 0)",
         f"{_LINKER}::test_what_is_in_front_of_pages_is_not_saved_with_them",
@@ -287,7 +287,7 @@ SGLANG: tuple[Mutant, ...] = (
     _mutant(
         "served-and-missed",
         "what the device serves counts as what the host would have been of use for, as SGLang tells it",
-        "linker.py",
+        "offers.py",
         "(front)), on_device=True)",
         "(front)))",
         f"{_REUSE}::test_the_host_is_of_no_use_for_what_the_device_serves",
@@ -322,7 +322,7 @@ SGLANG: tuple[Mutant, ...] = (
     _mutant(
         "chains-used-often",
         "the beginning of a prompt counts as used once for each node behind it",
-        "linker.py",
+        "offers.py",
         "            self._used[node] = hashes\n",
         "",
         f"{_REUSE}::test_a_node_that_is_offered_with_all_that_is_behind_it_is_used_once",

@@ -150,11 +150,7 @@ STORAGE: tuple[Mutant, ...] = (
     Mutant(
         "fetches-take-all",
         "fetches may take the whole host",
-        (
-            Patch(
-                _PREFETCHES, "most = capacity - capacity // _LEFT_SHARE - self._fetches.num_blocks", "most = capacity"
-            ),
-        ),
+        (Patch(_FETCHES, "most = capacity - capacity // _LEFT_SHARE - self._fetches.num_blocks", "most = capacity"),),
         tested(f"{_TESTS}::test_fetches_leave_a_share_of_the_host_to_others"),
     ),
     Mutant(
@@ -226,7 +222,7 @@ STORAGE: tuple[Mutant, ...] = (
         "routers do not hear of blocks that were fetched",
         (
             Patch(
-                _PREFETCHES,
+                _FETCHES,
                 "        if filled:\n            self._shared.events.add(",
                 "        if False:\n            self._shared.events.add(",
             ),
@@ -238,7 +234,7 @@ STORAGE: tuple[Mutant, ...] = (
         "blocks whose fetch has failed are matched",
         (
             Patch(
-                _PREFETCHES,
+                _FETCHES,
                 "            self._host.discard(host_ids)\n            return\n",
                 "            self._host.fill(host_ids)\n            return\n",
             ),
@@ -600,11 +596,11 @@ STORAGE: tuple[Mutant, ...] = (
         "a block that could not be fetched is matched",
         (
             Patch(
-                _PREFETCHES,
+                _FETCHES,
                 "host_ids = [block_id for block_id in host_ids if block_id not in ended.missing]",
                 "pass",
             ),
-            Patch(_PREFETCHES, "self._host.discard(sorted(ended.missing))", "pass"),
+            Patch(_FETCHES, "self._host.discard(sorted(ended.missing))", "pass"),
         ),
         tested(f"{_TESTS}::test_a_block_that_one_rank_could_not_fetch_is_lost_and_no_other"),
     ),

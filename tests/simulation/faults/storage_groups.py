@@ -7,6 +7,7 @@ from .mutant import Mutant, Patch, tested
 _NAMES = "kv_connector/scheduler/names.py"
 _LEDGER = "kv_connector/scheduler/ledger.py"
 _SEARCH = "kv_connector/scheduler/storage/search.py"
+_FETCHES = "kv_connector/scheduler/storage/fetches.py"
 _PREFETCHES = "kv_connector/scheduler/storage/prefetches.py"
 _BACKUPS = "kv_connector/scheduler/storage/backups.py"
 _COMPANION = "kv_connector/scheduler/storage/companion.py"
@@ -70,7 +71,7 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "another-for-a-state",
         "what is fetched in place of a state is another block, whose bytes are as good",
-        (Patch(_PREFETCHES, "self._tree.hash_of(nodes[i]) for", "self._tree.hash_of(nodes[i] - singly) for"),),
+        (Patch(_FETCHES, "self._tree.hash_of(nodes[i]) for", "self._tree.hash_of(nodes[i] - singly) for"),),
         tested(_WORLDS),
     ),
     Mutant(
@@ -203,7 +204,7 @@ STORAGE_GROUPS: tuple[Mutant, ...] = (
     Mutant(
         "room-made-of-windows",
         "what the host has of a hit's windows goes for what is fetched of the rest",
-        (Patch(_PREFETCHES, "        self._tree.touch(search.held_windows(end), now)\n", ""),),
+        (Patch(_FETCHES, "        self._tree.touch(search.held_windows(end), now)\n", ""),),
         tested(f"{_PLANS}::test_room_is_not_made_of_what_the_hit_needs"),
     ),
     Mutant(

@@ -13,7 +13,7 @@ _WORLDS = tested("tests/simulation/test_tp_sizes.py::test_kv_transfers_between_t
 _CONTINUED = "tests/simulation/test_tp_sizes.py::test_every_pair_of_sizes_continues_prompts_of_every_model"
 _BYTES = "tests/peer/test_tp_sizes.py"
 _CHANNEL = "kv_connector/peer/wire/channel.py"
-_SILENT = "tests/peer/wire/test_unauthenticated.py::test_those_who_never_answer_take_a_bounded_number_of_descriptors"
+_SILENT = "tests/peer/wire/test_bounds.py::test_those_who_never_answer_take_a_bounded_number_of_descriptors"
 
 TP_SIZES: tuple[Mutant, ...] = (
     Mutant(

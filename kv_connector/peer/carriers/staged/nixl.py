@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...base import CLOCK, Clock, PeerError, PeerPool
+from ...base import PeerError, PeerPool
+from ...clock import CLOCK, Clock
 from ...wire.messages import RingMapped, RingOffered
-from ...wire.peer_info import PeerInfo
 from ..nixl_agent import LONGEST_TRANSFER_SECONDS, add_remote, encode_metadata, foreign
+from ..over_channel import Endpoint
 from . import ring
 from .transport import StagedTransport
 
@@ -31,19 +32,9 @@ class NixlStagedTransport(StagedTransport):
 
     transport = "nixl_staged"
 
-    def __init__(
-        self,
-        agent: Any,
-        pool: PeerPool,
-        info: PeerInfo,
-        bind: str,
-        port: int,
-        secret: bytes,
-        seconds: float,
-        staging_bytes: int,
-    ) -> None:
+    def __init__(self, agent: Any, pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> None:
         """Raises ConfigError where the address cannot be used or the staging memory is too small."""
-        super().__init__(NixlSlots(agent, seconds), pool, info, bind, port, secret, seconds, staging_bytes)
+        super().__init__(NixlSlots(agent, endpoint.seconds), pool, endpoint, staging_bytes)
 
 
 class NixlSlots:

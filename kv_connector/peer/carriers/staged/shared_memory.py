@@ -11,9 +11,10 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ...base import PeerError, PeerPool, check_text
+from ...base import PeerError, PeerPool
+from ...wire.fields import check_text
 from ...wire.messages import RingMapped, RingOffered
-from ...wire.peer_info import PeerInfo
+from ..over_channel import Endpoint
 from . import ring
 from .transport import StagedTransport
 
@@ -23,11 +24,9 @@ class SharedMemoryTransport(StagedTransport):
 
     transport = "shared_memory"
 
-    def __init__(
-        self, pool: PeerPool, info: PeerInfo, bind: str, port: int, secret: bytes, seconds: float, staging_bytes: int
-    ) -> None:
+    def __init__(self, pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> None:
         """Raises ConfigError where the address cannot be used or the staging memory is too small."""
-        super().__init__(SharedMemory(), pool, info, bind, port, secret, seconds, staging_bytes)
+        super().__init__(SharedMemory(), pool, endpoint, staging_bytes)
 
 
 class _Mapped:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from ....errors import ConfigError, KVConnectorError
-from ...base import CLOCK, Clock, Marker, PeerError, PeerPool, Push, Pushed, check_int
-from ...wire.channel import SideChannel
+from ...base import Marker, PeerError, PeerPool, Push, Pushed
+from ...wire.fields import check_int
 from ...wire.messages import RingMapped, RingOffered, SlotFilled, SlotFreed, WireMessage
 from ...wire.peer_info import PeerInfo
-from ..one_sided import OpenChannel, OverChannel
+from ..over_channel import Endpoint, OverChannel
 from ..pool import shared_part
 from .carriers import Carrier, Incoming, Outgoing
 from .forms import ROW_ALIGN, CodedSlots, RawSlots, SlotForm
@@ -56,19 +56,7 @@ class StagedTransport(OverChannel):
     is_one_sided = False
     poll_seconds = _POLL_SECONDS
 
-    def __init__(
-        self,
-        carrier: Carrier,
-        pool: PeerPool,
-        info: PeerInfo,
-        bind: str,
-        port: int,
-        secret: bytes,
-        seconds: float,
-        staging_bytes: int,
-        open_channel: OpenChannel = SideChannel,
-        clock: Clock = CLOCK,
-    ) -> None:
+    def __init__(self, carrier: Carrier, pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> None:
         """Takes the carrier over. Raises ConfigError where the address cannot be used or the staging memory is too
         small, and TransferError where slots cannot be coded for want of device memory."""
         self._carrier = carrier
@@ -84,7 +72,7 @@ class StagedTransport(OverChannel):
             self._copier = open_copier(pool)
             self._coded = () if pool.coder is None else (CodedSlots(pool.coder(self._slot_bytes), self._copier),)
             extra = {**carrier.extra, "slot_bytes": self._slot_bytes, "coded": "".join(c.form for c in self._coded)}
-            super().__init__(pool, info, extra, bind, port, secret, seconds, open_channel, clock)
+            super().__init__(pool, extra, endpoint)
         except KVConnectorError:
             carrier.close()
             raise
