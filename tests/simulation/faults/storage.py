@@ -415,9 +415,9 @@ STORAGE: tuple[Mutant, ...] = (
         (
             Patch(
                 f"{_FILESYSTEM}/folder.py",
-                "            self.contents.tell(records)\n",
+                "            self._evicting(partial(self.contents.tell, records)",
                 "            done = [self._rename(*pair) for pair in zip([file for file, _ in files], records)]\n"
-                "            self.contents.tell(records)\n",
+                "            self._evicting(partial(self.contents.tell, records)",
             ),
             Patch(
                 f"{_FILESYSTEM}/folder.py",
