@@ -1,4 +1,5 @@
-"""Phrases of docs/sglang.md with figures of results, for `test_docs_figures.py`."""
+"""Phrases of docs/sglang.md, and of SGLang in docs/benchmarks_older.md, with figures of results, for
+`test_docs_figures.py`."""
 
 from __future__ import annotations
 
@@ -109,7 +110,7 @@ def slow_host() -> Iterator[str]:
         for key, row in found.items()
         if key[2] == "hicache" and key in above
     ]
-    yield f"HiCache had {min(shares):.2f} to {max(shares):.2f} of the turns that it has above"
+    yield f"HiCache had {min(shares):.2f} to {max(shares):.2f} of the turns that it has on the"
     first = (host_hits("sglang_ttft_turns_h200")[size, "host_hit", "ours"] for size in LENGTHS)
     yield "took {:.1f}, {:.1f} and {:.1f} ms".format(*first)
     yield "**{:.3f}, {:.3f} and {:.3f}** times HiCache's".format(*sglang_over_hicache("ttft_turns"))
@@ -151,4 +152,5 @@ def load_rates(*names: str) -> list[float]:
     return [load_rate(row) for (*_, name), row in sglang_chats(*names).items() if name == "ours"]
 
 
-TOLD = (chats, first_tokens, paths, variants, slow_host, other_hosts)
+TOLD = (chats,)
+EARLIER = (first_tokens, paths, variants, slow_host, other_hosts)
