@@ -39,7 +39,7 @@ class WatchedLinker(TieredKVLinker):
         held = {
             "promises": len(self._promises),
             "queued_loads": len(self._queued),
-            "open_offers": len(self._offers) + len(self._saving),
+            "open_offers": self._offers.num_open,
         }
         return self.stats() | held
 

@@ -98,6 +98,11 @@ class Offers:
         self._take([self._waiting.popleft() for _ in range(num_taken)])
 
     @property
+    def num_open(self) -> int:
+        """That wait to be taken, or are locked until they are saved."""
+        return len(self._waiting) + len(self._saving)
+
+    @property
     def num_saved(self) -> int:
         """Locked offers whose saves have ended, from the oldest on."""
         return sum(1 for _ in itertools.takewhile(self._has_saved, self._saving))
