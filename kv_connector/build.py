@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import PeerRoute
 from .config.peer import MOST_PORT
 from .errors import ConfigError, KVConnectorError
 from .index import RankIdentity, adopt_hash, describe_groups, root_hash
-from .values import shortened, shown
+from .values import path_of, shortened, shown
 
 if TYPE_CHECKING:
     from .config import Config, PeerConfig, StorageConfig
@@ -51,7 +50,7 @@ def build_scheduler(config: Config, block_size: int, world_size: int = 1, **opti
         from .replay.recorder import TraceRecorder
         from .scheduler.recording import RequestRecorder
 
-        recorder = TraceRecorder(_expanded("record_trace", config.record_trace), block_size)
+        recorder = TraceRecorder(path_of("record_trace", config.record_trace), block_size)
         observers.append(RequestRecorder(recorder.record, options.get("clock", time.monotonic)))
     if config.trace_requests:
         from .scheduler.traces import RequestTraces
@@ -78,8 +77,8 @@ def _open_pin_keeper(config: StorageConfig, identity: CacheIdentity, groups: Seq
     own = adopt_hash(root, hashlib.sha256(kinds.encode()).digest()) if kinds else root
     check, digest = choose_check(config.secret(), own)
     try:
-        return FolderPinKeeper(_expanded("storage.path", config.path), digest, check)
-    except (OSError, ValueError, RuntimeError) as error:  # the worker half says so, too, where it can use no storage
+        return FolderPinKeeper(path_of("storage.path", config.path), digest, check)
+    except (OSError, ValueError) as error:  # the worker half says so, too, where it can use no storage
         storage_logger.warning("storage at %s: pins end with this engine: %s", config.path, shortened(str(error)))
         return NoKeeper()
 
@@ -213,7 +212,7 @@ def _open_folder(
     from .storage.filesystem.identities import note_identity
     from .storage.filesystem.layout import warn_of_small_disk
 
-    path = _expanded("storage.path", config.path)
+    path = path_of("storage.path", config.path)
     try:
         storage = FilesystemStorage(path, digest, block_bytes, config.capacity, check=check)
     except (OSError, ValueError) as error:
@@ -299,11 +298,3 @@ def _same_host(pool: PeerPool, endpoint: Endpoint, staging_bytes: int) -> tuple[
 
     open_direct = partial(CudaIpcTransport, pool, endpoint) if pool.device >= 0 else None
     return open_direct, partial(SharedMemoryTransport, pool, endpoint, staging_bytes)
-
-
-def _expanded(key: str, text: str) -> Path:
-    """The path that a setting names. Raises ConfigError where `~` is nobody's."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise ConfigError(f"{key}={shown(text)} begins with the home of nobody here: give an absolute path") from None

@@ -8,6 +8,7 @@ import socket
 import unicodedata
 from enum import Enum
 from fractions import Fraction
+from pathlib import Path
 from typing import TypeVar
 
 from .errors import ConfigError
@@ -74,6 +75,15 @@ def check_text(key: str, value: object) -> None:
         raise ConfigError(f"{key}={shown(value)} is not text: give it in quotes")
     if not is_one_line(value):
         raise ConfigError(f"{key}={shown(value)} has a control character, or half of one: leave it out")
+
+
+def path_of(key: str, text: str) -> Path:
+    """The path of a file or folder that a setting names; `~` at its start is the user's home, `~name` that of another.
+    """
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}={shown(text)} begins with the home of nobody here: give an absolute path") from None
 
 
 def is_one_line(text: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..values import check_text, shortened, shown
+from ..values import check_text, path_of, shortened, shown
 from .peer import MOST_PORT
 from .secrets import LEAST_CHARACTERS, is_variable, secret_of
 
@@ -115,7 +115,7 @@ def _is_loopback(host: str) -> bool:
 def _file_token(file: str, setting: str) -> bytes:
     """What the file holds, without blanks at its ends."""
     try:
-        with open(file, "rb") as opened:
+        with open(path_of(setting, file), "rb") as opened:
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
             text = opened.read(_MOST_TOKEN_BYTES + 1).strip()
     except OSError as error:

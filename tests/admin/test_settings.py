@@ -79,6 +79,15 @@ def test_a_token_in_the_environment_is_kept_nowhere(monkeypatch: pytest.MonkeyPa
     assert "sixteen" not in repr(config) + repr(asdict(config))
 
 
+def test_a_token_file_may_be_in_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "token").write_text("sixteen-or-more-characters\n")
+    (tmp_path / "token").chmod(0o600)
+    assert AdminConfig(socket="/s", token_file="~/token").token() == b"sixteen-or-more-characters"
+    with pytest.raises(ConfigError, match=r"admin.token_file='~nobody-of-this-name/t' begins with the home of nobody"):
+        AdminConfig(socket="/s", token_file="~nobody-of-this-name/t").token()
+
+
 def test_a_token_file_is_its_owners_alone(tmp_path: Path) -> None:
     file = tmp_path / "token"
     config = AdminConfig(socket="/s", token_file=str(file))

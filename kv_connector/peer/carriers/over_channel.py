@@ -10,7 +10,7 @@ import logging
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from ...errors import KVConnectorError
@@ -67,7 +67,7 @@ class Endpoint:
     info: PeerInfo
     bind: str
     port: int
-    secret: bytes
+    secret: bytes = field(repr=False)
     seconds: float
     open_channel: OpenChannel = SideChannel
     clock: Clock = CLOCK

@@ -153,7 +153,8 @@ class PackFolder:
         records = [(self.catalog.now(), header.text()) for _, header in files]
         with self.layout.exclusive():
             # There may be room for the files and none for the index, which may have to be written anew.
-            self._evicting(partial(self.contents.tell, records), sum(header.file_bytes for _, header in files))
+            size = self.contents.journal_bytes() + sum(header.file_bytes for _, header in files)
+            self._evicting(partial(self.contents.tell, records), size)
             return [self._rename(file, record) for (file, _), record in zip(files, records, strict=True)]
 
     def remove(self, pack: Pack) -> int:

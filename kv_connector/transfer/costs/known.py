@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from ...config import Config
 from ...errors import ConfigError
-from ...values import shortened, shown
+from ...values import path_of, shortened, shown
 from ..memory.host_form import HostForm
 from .curves import BUILT_IN, NUM_BYTES, LinkCosts, decode
 
@@ -18,7 +16,7 @@ def link_costs(form: HostForm, config: Config) -> LinkCosts:
     """
     if config.calibration not in ("auto", "off"):
         try:
-            return decode(Path(config.calibration).read_text(), config.calibration)
+            return decode(path_of("calibration", config.calibration).read_text(), config.calibration)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"calibration={shown(config.calibration)} cannot be read: {shortened(str(error))}; give a file that "

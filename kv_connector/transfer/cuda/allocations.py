@@ -39,7 +39,7 @@ def device_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 
 def page_locked_int64(count: int, device: torch.device) -> NDArray[np.int64]:
-    """Uninitialised host memory that `device` copies from in stream order; plain memory where that is the CPU.
+    """Uninitialised host memory that `device` copies from and to in stream order; plain memory where that is the CPU.
 
     Lifetime and errors as for `device_tensor`.
     """

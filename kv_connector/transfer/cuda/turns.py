@@ -57,7 +57,7 @@ class Turns(Protocol):
 
 
 class NoTurns:
-    """For devices without a copy engine, or without the driver calls that turns need."""
+    """For devices without a copy engine, or whose driver refuses what turns need."""
 
     def give(self, stream: int | None) -> None:
         """Do nothing."""
@@ -67,7 +67,7 @@ class DriverTurns:
     """See `Turns`."""
 
     def __init__(self, device: torch.device, direction: Direction) -> None:
-        """`direction`: of the copies. Raises TransferError where there is no memory for a page on the host."""
+        """`direction`: of the copies. Raises TransferError where the driver refuses a page of memory, or a turn."""
         driver, pointer = quick_libcuda(), ctypes.c_void_p
         self._record: Any = driver.cuEventRecord
         self._wait: Any = driver.cuStreamWaitEvent

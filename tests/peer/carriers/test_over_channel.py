@@ -1,4 +1,4 @@
-"""Settings with which no transport can be opened are named."""
+"""What a transport is opened with: settings with which none can be are named."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from tests.peer.peers import SECRET, STAGING, Pool, Side, info_of
 
 def endpoint_of(bind: str = "127.0.0.1", port: int = 0) -> Endpoint:
     return Endpoint(info_of(Pool()), bind, port, SECRET, 1.0)
+
+
+def test_what_is_shown_of_a_side_has_no_secret() -> None:
+    """Not in a traceback or a log either."""
+    assert SECRET.decode() not in repr(endpoint_of())
 
 
 def test_a_port_in_use_is_named(listener: Side) -> None:

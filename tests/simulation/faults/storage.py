@@ -683,4 +683,12 @@ STORAGE: tuple[Mutant, ...] = (
             "tests/storage/filesystem/test_disks.py::test_a_disk_with_room_for_a_pack_and_not_for_the_index_is_full"
         ),
     ),
+    Mutant(
+        "full-disk-without-a-new-index",
+        "on a full disk room for a new index is made pack by pack, and what is stored meanwhile is lost",
+        (Patch(f"{_FILESYSTEM}/folder.py", "size = self.contents.journal_bytes() + sum(", "size = sum("),),
+        tested(
+            "tests/storage/filesystem/test_disks.py::test_a_full_disk_has_room_for_an_index_that_must_be_written_anew"
+        ),
+    ),
 )

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from kv_connector.storage.filesystem.backend import FilesystemStorage
-from tests.storage.storages import PER_PACK, SECONDS, content, files_of, get, key, keys_of, open_store, put
+from kv_connector.storage.filesystem.packs import PAGE
+from tests.storage.storages import IDENTITY, PER_PACK, SECONDS, content, files_of, get, key, keys_of, open_store, put
 
 NOBODY = 65534
 DISK_BYTES = 12 << 20
@@ -85,6 +86,24 @@ def test_a_disk_with_room_for_a_pack_and_not_for_the_index_is_full(
         assert all(put(store, keys_of(turn)))
         assert all(get(store, keys_of(turn)))
     assert store.stats()["evicted_blocks"] == store.stats()["written_blocks"] - store.stats()["stored_blocks"] > 0
+    store.close()
+    assert not caplog.records
+
+
+def test_a_full_disk_has_room_for_an_index_that_must_be_written_anew(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As half a record was written to the last byte of the disk: it is longer than two packs, which make room else."""
+    store = FilesystemStorage(disk / "store", IDENTITY, PAGE, 1 << 30, target_bytes=PAGE)
+    store.recovered.result(SECONDS)
+    block = [memoryview(bytearray(PAGE))]
+    assert all(store.write([key(i)], block).result(SECONDS) == [True] for i in range(400))
+    assert store.folder.layout.index.stat().st_size > 4 * files_of(disk / "store")[0].stat().st_size
+    with open(disk / "file", "wb") as other:
+        room = os.statvfs(disk)
+        os.posix_fallocate(other.fileno(), 0, room.f_bavail * room.f_frsize)
+    assert all(store.write([key(i)], block).result(SECONDS) == [True] for i in range(400, 500))
+    assert store.stats()["failed_writes_blocks"] == 0
     store.close()
     assert not caplog.records
 

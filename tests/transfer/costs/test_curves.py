@@ -150,6 +150,14 @@ def test_a_missing_file_is_named() -> None:
         costs_of(Config(host_memory=1, calibration="/nowhere.json"))
 
 
+def test_a_file_may_be_in_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "x.json").write_text(BUILT_IN.encode())
+    assert costs_of(Config(host_memory=1, calibration="~/x.json")).load == BUILT_IN.load
+    with pytest.raises(ConfigError, match="calibration='~nobody-of-this-name/x' begins with the home of nobody here"):
+        costs_of(Config(host_memory=1, calibration="~nobody-of-this-name/x"))
+
+
 def test_without_a_gpu_built_in_figures_serve(tmp_path: Path) -> None:
     assert costs_of(Config(host_memory=1)) is BUILT_IN
     (tmp_path / "x.json").write_text(BUILT_IN.encode())
