@@ -78,8 +78,8 @@ def check_text(key: str, value: object) -> None:
 
 
 def path_of(key: str, text: str) -> Path:
-    """The path of a file or folder that a setting names; `~` at its start is the user's home, `~name` that of another.
-    """
+    """The path that a setting names; `~` in front is the user's home, `~name` another's. Raises ConfigError where it is
+    nobody's."""
     try:
         return Path(text).expanduser()
     except RuntimeError:

@@ -67,6 +67,7 @@ def test_goals_of_chats_and_of_misses_are_of_their_rows(name: str) -> None:
         ("vllm_regimes_latest_0320_h200", CHATS_LATEST),
         ("vllm_regimes_choice_0320_h200", CHATS_CHOICE),
         ("vllm_regimes_choice_075x_0320_h200", ["vllm_serving_0320_choice_075x_h200"]),
+        ("vllm_regimes_choice_05x_0320_h200", ["vllm_serving_0320_choice_05x_h200"]),
     ],
 )
 def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> None:

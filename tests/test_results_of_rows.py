@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from integration.bench import steps
+from integration.bench import copies, steps
 from integration.figures.results import rows_of
 from tests.kept_results import result
 
@@ -18,7 +18,7 @@ Values = Iterator[tuple[str, float]]
 
 
 def size(num_bytes: int) -> str:
-    return f"{num_bytes >> 20}MiB" if num_bytes >= 1 << 20 else f"{num_bytes >> 10}KiB"
+    return copies.size(num_bytes).replace(" ", "")
 
 
 def of_copies(found: dict[str, Any]) -> Values:

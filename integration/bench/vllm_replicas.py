@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from integration.models import tiny
+from integration.models import tiny_configs
 from integration.report import Report
 
 BLOCK_SIZE = 64
@@ -76,7 +76,7 @@ def measure(num_ranks: int, num_tokens: int, num_prompts: int) -> dict[str, Any]
     from vllm import LLM
 
     with tempfile.TemporaryDirectory() as folder:
-        shape = tiny.CONFIGS["latent"] | SHAPE
+        shape = tiny_configs.CONFIGS["latent"] | SHAPE
         Path(folder, "config.json").write_text(json.dumps(shape))
         extra = {"host_memory": "8GiB", "write_policy": "write_through", "load_choice": "sync"}
         llm = LLM(

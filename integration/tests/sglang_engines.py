@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from integration.bench.sglang_engine import ROOT, SHIMS
-from integration.models import tiny
+from integration.models import tiny, tiny_configs
 from integration.tests.forks import forking_sglang, start_forks_of_sglang
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Answer, Expected
@@ -62,7 +62,7 @@ class SglangEngine:
         self.engine = engine
         self.block_tokens = page_size
         self.device_tokens = device_tokens
-        self.num_token_ids = tiny.VOCABULARY
+        self.num_token_ids = tiny_configs.VOCABULARY
         self.controls: list[Connection] = []  # to our linker on each rank
         self._num_requests = 0
         self._started: dict[str, asyncio.Task[Answer]] = {}

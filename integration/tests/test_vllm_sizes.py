@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("vllm", reason="real vLLM is needed")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
-from integration.models import tiny
+from integration.models import tiny, tiny_configs
 from kv_connector.cli.size.blocks import to_blocks
 from kv_connector.cli.size.layers import Engine, Kind, read_layers
 from kv_connector.cli.size.model import read_model
@@ -24,14 +24,15 @@ from kv_connector.engines.vllm.groups import TELLS_STATES
 pytestmark = pytest.mark.skipif(not TELLS_STATES, reason="groups are as in vLLM 0.32 and newer")
 
 BLOCK_SIZE = 32
-GEMMA4 = tiny.CONFIGS["two_sizes"]
-NOT_ON_EVERY_CPU = "compressed"  # whose layers vLLM makes where the CPU has AMX, or on a GPU
-CONFIGS: dict[str, dict[str, Any]] = {name: tiny.CONFIGS[name] for name in tiny.CONFIGS if name != NOT_ON_EVERY_CPU} | {
+GEMMA4 = tiny_configs.CONFIGS["two_sizes"]
+MADE = {name: config for name, config in tiny_configs.CONFIGS.items() if name != "compressed"}
+"""Without the one whose layers vLLM makes on a GPU, or where the CPU has AMX."""
+CONFIGS: dict[str, dict[str, Any]] = MADE | {
     "the last layers read what others keep": GEMMA4 | {"num_hidden_layers": 6, "num_kv_shared_layers": 3},
     "keys are values": GEMMA4 | {"attention_k_eq_v": True},
-    "as many windows as not quite": tiny.CONFIGS["sinks"]
+    "as many windows as not quite": tiny_configs.CONFIGS["sinks"]
     | {"num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"]},
-    "no heads are shared": tiny.CONFIGS["dense"] | {"num_key_value_heads": 4, "head_dim": 32},
+    "no heads are shared": tiny_configs.CONFIGS["dense"] | {"num_key_value_heads": 4, "head_dim": 32},
 }
 KINDS = {
     "FullAttentionSpec": Kind.FULL,
@@ -128,7 +129,7 @@ def test_groups_and_bytes_are_those_of_vllm(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("heads", "tp_size"), [(2, 1), (2, 2), (2, 4), (4, 2), (1, 4)])
 def test_heads_of_a_rank_are_those_of_vllm(heads: int, tp_size: int, tmp_path: Path) -> None:
     """Where there are fewer heads than ranks, each has one."""
-    values = tiny.CONFIGS["dense"] | {"num_key_value_heads": heads}
+    values = tiny_configs.CONFIGS["dense"] | {"num_key_value_heads": heads}
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = vllm_config(tmp_path, BLOCK_SIZE)
     config.parallel_config.tensor_parallel_size = tp_size
@@ -138,7 +139,7 @@ def test_heads_of_a_rank_are_those_of_vllm(heads: int, tp_size: int, tmp_path: P
 
 
 def written(name: str, folder: Path) -> Path:
-    if name in tiny.CONFIGS:
+    if name in tiny_configs.CONFIGS:
         return Path(tiny.write(name, folder))
     (folder / "config.json").write_text(json.dumps(CONFIGS[name]))
     return folder

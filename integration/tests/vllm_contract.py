@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from integration.models import tiny
+from integration.models import tiny_configs
 from integration.tests.forks import vllm_context
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, running, transfer_config
 from kv_connector.testing import engine_contract
@@ -25,7 +25,7 @@ class ContractVllm:
         self._engine = engine
         self.block_tokens = BLOCK_SIZE
         self.device_tokens = (NUM_BLOCKS - 1) * BLOCK_SIZE
-        self.num_token_ids = tiny.VOCABULARY
+        self.num_token_ids = tiny_configs.VOCABULARY
         self._requests: dict[str, Any] = {}  # vLLM's, by the ids that it gave them
         self._outputs: dict[str, Any] = {}
         self._hits: dict[str, tuple[int, int]] = {}  # tokens that the device had, and that were loaded

@@ -14,7 +14,7 @@ import torch
 
 from integration.bench.vllm_engine import register_weights
 from integration.faults import break_loads
-from integration.models import tiny
+from integration.models import tiny, tiny_configs
 from integration.tests.vllm_starts import prepare_start, started
 from kv_connector.storage.objects.backend import ObjectStorage
 from tests.storage.objects.stores import connected
@@ -49,7 +49,7 @@ def transfer_config(settings: dict[str, Any] | None = None, **options: Any) -> d
 def prompts(count: int, num_tokens: int = 420, seed: int = 0) -> list[list[int]]:
     """Random prompts that share nothing."""
     rng = random.Random(seed)
-    return [[rng.randrange(2, tiny.VOCABULARY) for _ in range(num_tokens)] for _ in range(count)]
+    return [[rng.randrange(2, tiny_configs.VOCABULARY) for _ in range(num_tokens)] for _ in range(count)]
 
 
 def cached_tokens_by_source() -> dict[str, float]:

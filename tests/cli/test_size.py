@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from integration.models import tiny
+from integration.models import tiny_configs
 from kv_connector.cli import main
 
 LLAMA_8B = {
@@ -77,9 +77,9 @@ def test_lossless_keeps_bf16_in_three_quarters(tmp_path: Path, capsys: pytest.Ca
 
 def test_windows_and_states_do_not_grow_with_a_chat(tmp_path: Path) -> None:
     for name in ("windows_alone", "states_only"):
-        short, long = (size(tmp_path, tiny.CONFIGS[name], "--chat-tokens", n) for n in ("4000", "40000"))
+        short, long = (size(tmp_path, tiny_configs.CONFIGS[name], "--chat-tokens", n) for n in ("4000", "40000"))
         assert short["chat_bytes"] == long["chat_bytes"] and short["growing_bytes_per_token_per_rank"] == 0, name
-    windows = size(tmp_path, tiny.CONFIGS["windows"], "--chat-tokens", "32000", "--block-size", "32")
+    windows = size(tmp_path, tiny_configs.CONFIGS["windows"], "--chat-tokens", "32000", "--block-size", "32")
     assert windows["chat_blocks"] == 1000 + 2 * 3, "one group of full attention, two of windows of three blocks"
 
 
