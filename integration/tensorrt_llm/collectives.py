@@ -14,12 +14,15 @@ _own = threading.local()
 
 
 class World:
-    """Some ranks that meet at collectives. A rank that has ended breaks them for all, instead of a standstill."""
+    """Some ranks that meet at collectives. One that all have entered ends for all of them; a rank that has ended breaks
+    those that it has not entered, instead of a standstill."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._barrier = threading.Barrier(size, timeout=60.0)
-        self._values: list[Any] = [None] * size
+        self._condition = threading.Condition()
+        self._has_left = False
+        self._num_entered = [0] * size
+        self._values: dict[int, dict[int, Any]] = {}  # of each collective that some have entered, by rank
 
     def enter(self, rank: int) -> None:
         """The current thread is one of this rank."""
@@ -27,17 +30,24 @@ class World:
 
     def leave(self) -> None:
         """A rank has ended: nobody waits for it."""
-        self._barrier.abort()
+        with self._condition:
+            self._has_left = True
+            self._condition.notify_all()
 
     def allgather(self, rank: int, value: Any) -> list[Any]:
-        """The values of all ranks, in order."""
-        if self.size == 1:
-            return [value]
-        self._values[rank] = value
-        self._barrier.wait()
-        values = list(self._values)
-        self._barrier.wait()  # before the next value is put
-        return values
+        """The values of all ranks, in order. Raises RuntimeError where one has ended before it."""
+        with self._condition:
+            number = self._num_entered[rank]
+            self._num_entered[rank] += 1
+            values = self._values.setdefault(number, {})
+            values[rank] = value
+            if len(values) == self.size:
+                del self._values[number]
+                self._condition.notify_all()
+            met = self._condition.wait_for(lambda: len(values) == self.size or self._has_left, timeout=60.0)
+            if len(values) < self.size:
+                raise RuntimeError("another rank has ended" if met else "the other ranks have not come in 60 seconds")
+            return [values[other] for other in range(self.size)]
 
 
 def mpi_rank() -> int:

@@ -38,7 +38,7 @@ def llm_args(options: Options, **settings: Any) -> SimpleNamespace:
 class _Ended:
     responses: dict[int, Response] = field(default_factory=dict)
     condition: threading.Condition = field(default_factory=threading.Condition)
-    error: str = ""  # of the executor, which has ended
+    errors: list[str] = field(default_factory=list)  # of the ranks that have ended with one
 
 
 class LLM:
@@ -69,13 +69,14 @@ class LLM:
             thread.start()
         for event in made:
             event.wait()
-        if self._ended.error:
-            raise RuntimeError(self._ended.error)
+        if self._ended.errors:
+            raise RuntimeError(self._ended.errors[0])
 
     @property
     def error(self) -> str:
-        """Why the executor has ended, if it has."""
-        return self._ended.error
+        """Why the executor has ended, if it has on all ranks: until then some still answer and take reports in."""
+        errors = self._ended.errors
+        return errors[0] if len(errors) == len(self.ranks) else ""
 
     def start(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 8, cache_salt: str | None = None
@@ -91,10 +92,10 @@ class LLM:
         ended = self._ended
         with ended.condition:
             done = ended.condition.wait_for(
-                lambda: ended.error or all(i in ended.responses for i in request_ids), timeout=60.0
+                lambda: self.error or all(i in ended.responses for i in request_ids), timeout=60.0
             )
             assert done, "the engine stands still"
-            gone = Response(LlmRequest(0, [], 0), None, f"the executor has ended: {ended.error}")
+            gone = Response(LlmRequest(0, [], 0), None, f"the executor has ended: {self.error}")
             return [ended.responses.pop(i, gone) for i in request_ids]
 
     def generate(self, prompts: Sequence[Sequence[int]], max_new_tokens: int = 8) -> list[Response]:
@@ -146,7 +147,7 @@ class LLM:
                 pass
         except Exception as error:  # noqa: BLE001 - whatever it is, who waits is told
             with self._ended.condition:
-                self._ended.error = self._ended.error or f"{type(error).__name__}: {error}"
+                self._ended.errors.append(f"{type(error).__name__}: {error}")
                 self._ended.condition.notify_all()
             self._world.leave()
         finally:

@@ -44,6 +44,26 @@ def test_with_overlap_a_load_that_has_failed_ends_the_executor() -> None:
         until(lambda: bool(engine.llm.error))  # which its thread notes when whoever was waiting has been answered
 
 
+def test_rank_0_takes_in_what_failed_though_the_other_has_ended_before() -> None:
+    """With overlap each rank ends by itself; whoever was waiting is answered by rank 0, behind what it took in."""
+    with running(Options(overlap=True), 2) as engine:
+        asked = prompts(engine, 1, seed="failing")
+        engine.generate(asked)
+        evict(engine, "failing")
+        scheduler, other = scheduler_of(engine.llm.ranks[0]), engine.llm._threads[1]
+        take_reports = scheduler.take_reports
+
+        def take_late(reports: Any) -> None:
+            if any(report.failed for report in reports):
+                other.join()
+            take_reports(reports)
+
+        scheduler.take_reports = take_late
+        engine.break_loads(True)
+        assert "restart the engine" in engine.generate(asked)[0].error
+        assert engine.stats()["failed_load_jobs"] == 1
+
+
 def test_one_rank_whose_load_fails_stops_all() -> None:
     with running(Options(), 2) as engine:
         asked = prompts(engine, 1, seed="one rank")
