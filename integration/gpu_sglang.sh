@@ -5,17 +5,18 @@
 #   bash integration/gpu_sglang.sh SITE OUT [PART ...]
 #
 # SITE: folder with SGLang, or "" where it is installed; OUT: for results; parts, all of them unless some are named: ttft
-# misses serving_0.5x serving_1x serving_2x, and the like for other sizes of the host. GPU=N takes that GPU, so that two
-# parts can run beside each other; CONNECTORS, such as none,ours, takes these instead of all. A part that fails or takes
-# longer than PART_SECONDS (590, less what came before the first) does not stop the others; each leaves a log and those
-# of its engines in OUT, and the exit status says whether one failed.
+# misses serving_24_12_6, and the like for chats of other numbers of users in turn, with the same engines, whose host
+# holds those of 12. GPU=N takes that GPU, so that two parts can run beside each other; CONNECTORS, such as none,ours,
+# takes these instead of all. A part that fails or takes longer than PART_SECONDS (590, less what came before the first)
+# does not stop the others; each leaves a log and those of its engines in OUT, and the exit status says whether one
+# failed.
 set -uo pipefail
 site=${1:+$(cd "$1" && pwd)} || exit 2
 out=$(mkdir -p "$2" && cd "$2" && pwd) || exit 2
 parts=("${@:3}")
-[ ${#parts[@]} -gt 0 ] || parts=(ttft misses serving_{0.5,1,2}x)
+[ ${#parts[@]} -gt 0 ] || parts=(ttft misses serving_24_12_6)
 for part in "${parts[@]}"; do
-    [[ $part =~ ^(ttft|misses|serving_[0-9.]+x)$ ]] || { printf 'there is no part %s\n' "$part" >&2; exit 2; }
+    [[ $part =~ ^(ttft|misses|serving_[0-9_]+)$ ]] || { printf 'there is no part %s\n' "$part" >&2; exit 2; }
 done
 cd "$(dirname "$0")/.." || exit 2
 source integration/gpu_sglang_setup.sh "$site"
@@ -27,9 +28,10 @@ for part in "${parts[@]}"; do
         misses)
             bench sglang_serving "$part" --limit "$((limit - 25))" --answers '' --rounds 15 --connectors none,hicache,ours
             ;;
-        serving_*x)
-            bench sglang_serving "$part" --host-memory "${part#serving_}" --limit "$((limit - 25))" --answers 8,32 \
-                --connectors hicache,ours
+        serving_*)
+            users=${part#serving_}
+            bench sglang_serving "$part" --users "${users//_/,}" --at-once 6 --host-memory "$CHATS_OF_12" \
+                --limit "$((limit - 25))" --answers 8,32 --connectors hicache,ours
             ;;
     esac
 done

@@ -6,21 +6,22 @@
 # SITE: folder with vLLM, or "" where it is installed; OUT: for results; PEERS: folder with LMCache, or "" where it is
 # installed or left out; parts, all of them unless some are named: tests, soak (users, faults and an operator around one
 # engine), ranks and families (tests of several GPUs), replicas (a benchmark of two), ttft_graphs, ttft_eager, lossless
-# (which needs build/smollm2_caches.npz, see gpu.sh), misses, serving_0.5x and the like for other sizes of the host, and
-# regimes, which makes one table of all the serving_ results in OUT. GPU=N takes that GPU, or GPU=N,M those for ranks,
-# families and replicas, so that parts can run beside each other (see gpu_queue.py); CONNECTORS, such as
-# none,offloading,ours, takes these instead of all, of which a GPU of 80 GB has no room for more than three. A part that
-# fails or takes longer than PART_SECONDS (590, less what came before the first) does not stop the others; each leaves a
-# log and those of its engines in OUT, and the exit status says whether one failed.
+# (which needs build/smollm2_caches.npz, see gpu.sh), misses, serving_24_12 and the like (chats of 24 users, then of 12,
+# with the same engines, whose host holds those of 12), and regimes, which makes one table of all the serving_ results in
+# OUT. GPU=N takes that GPU, or GPU=N,M those for ranks, families and replicas, so that parts can run beside each other
+# (see gpu_queue.py); CONNECTORS, such as none,offloading,ours, takes these instead of all, of which a GPU of 80 GB has no
+# room for more than three. A part that fails or takes longer than PART_SECONDS (590, less what came before the first)
+# does not stop the others; each leaves a log and those of its engines in OUT, and the exit status says whether one
+# failed.
 set -uo pipefail
 shopt -s nullglob
 site=${1:+$(cd "$1" && pwd)} || exit 2
 out=$(mkdir -p "$2" && cd "$2" && pwd) || exit 2
 peers=${3:+$(cd "$3" && pwd)} || exit 2
 parts=("${@:4}")
-[ ${#parts[@]} -gt 0 ] || parts=(tests soak ranks families replicas ttft_graphs ttft_eager lossless misses serving_{0.5,0.75,1,2}x regimes)
+[ ${#parts[@]} -gt 0 ] || parts=(tests soak ranks families replicas ttft_graphs ttft_eager lossless misses serving_{24_12,16_6} regimes)
 for part in "${parts[@]}"; do
-    [[ $part =~ ^(tests|soak|ranks|families|replicas|ttft_graphs|ttft_eager|lossless|misses|serving_[0-9.]+x|regimes)$ ]] || {
+    [[ $part =~ ^(tests|soak|ranks|families|replicas|ttft_graphs|ttft_eager|lossless|misses|serving_[0-9_]+|regimes)$ ]] || {
         printf 'there is no part %s\n' "$part" >&2
         exit 2
     }
@@ -60,9 +61,10 @@ for part in "${parts[@]}"; do
             bench vllm_serving "$part" --host-memory 12GiB --limit "$((limit - 25))" --answers '' --rounds 15 \
                 --connectors none,offloading,simple,lmcache,ours
             ;;
-        serving_*x)
-            bench vllm_serving "$part" --host-memory "${part#serving_}" --limit "$((limit - 25))" \
-                --connectors offloading,simple,lmcache,ours,ours:write_through
+        serving_*)
+            users=${part#serving_}
+            bench vllm_serving "$part" --users "${users//_/,}" --at-once 6 --host-memory "$CHATS_OF_12" \
+                --limit "$((limit - 25))" --connectors offloading,simple,lmcache,ours,ours:write_through
             ;;
         regimes)
             run regimes 60 python3 -m integration.bench.regimes "$out"/vllm_{serving,misses}*.json \

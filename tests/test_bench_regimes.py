@@ -21,7 +21,8 @@ GIB = 2**30
 def chats(connector: str, turns: float, p50: float = 100.0, share: float = 1.0, answer: int = 8, **more: Any) -> Any:
     """A row of one engine in one window."""
     row = {"part": "chats", "connector": connector, "vllm": "0.25.1", "host_share": share, "answer": answer}
-    row |= {"rate": None, "seconds": 30.0, "turns_per_second": turns, "ttft_p50_ms": p50, "ttft_p99_ms": 2 * p50}
+    row |= {"users": 12, "at_once": 6, "rate": None, "seconds": 30.0}
+    row |= {"turns_per_second": turns, "ttft_p50_ms": p50, "ttft_p99_ms": 2 * p50}
     return row | {"cached_share": 0.9, "waiting": 0, "arrived": 100} | more
 
 
@@ -29,7 +30,7 @@ def result(*rows: Any, commit: str | None = "c" * 40) -> Any:
     """A file of `vllm_serving`."""
     about: dict[str, Any] = {"name": "vllm_serving", "date": "2026-11-23", "arguments": []}
     about |= {"hardware": {"gpu": "H200"}, "software": {}, "commit": commit}
-    return about | {"rows": [{"part": "options", "host_share": 1.0}, *rows]}
+    return about | {"rows": [{"part": "options", "host_shares": [1.0]}, *rows]}
 
 
 def test_a_host_is_a_size_or_a_multiple_of_what_the_chats_hold() -> None:
@@ -132,6 +133,19 @@ def test_results_of_two_gpus_are_no_comparison(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(SystemExit):
         regimes.main(list(map(str, files)))
     assert "of several engines, GPUs" in capsys.readouterr().err
+
+
+def test_a_regime_is_of_one_number_of_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the host holds of the chats may be the same, and yet others ask."""
+    files = []
+    for users in (24, 12):
+        rows = chats("offloading", 10, users=users), chats("ours", 20, users=users)
+        files.append(tmp_path / f"{users}.json")
+        files[-1].write_text(json.dumps(result(*rows, chats("ours", 20, share=12 / users, users=users))))
+    with pytest.raises(SystemExit):
+        regimes.main(list(map(str, files)))
+    assert "several numbers of users in host_1x_answers_8_vllm_0251" in capsys.readouterr().err
+    assert regimes.main([str(files[0])]) == 0, "by the same engines other shares are of other users"
 
 
 def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def measure(tmp_path: Path, call: Callable[[str, Any], Any], limit: float = 1e6)
     """Miss rounds of two engines that answer so."""
     engines, found = Engines(), Report("vllm_serving")
     engines.update({name: Scripted(name, call) for name in ("none", "ours")})  # type: ignore[misc]
-    found.rows.append({"part": "options", "host_share": 1.0, "versions": {"vllm": "0.32.0"}})
+    found.rows.append({"part": "options", "host_bytes": 1, "host_shares": [1.0], "versions": {"vllm": "0.32.0"}})
     path = tmp_path / "misses.json"
     options = argparse.Namespace(
         rounds=5, miss_prompts=1, miss_length=1, miss_answer=1, limit=limit, json=path, trace_misses=False
@@ -102,8 +102,8 @@ def test_host_memory_is_ready_before_anything_is_measured(tmp_path: Path, monkey
     monkeypatch.setattr(serving, "start_engines", lambda wanted, timeout: (engines, {}))
     monkeypatch.setattr(serving, "measure_misses", lambda *args: done.append("misses"))
     options = argparse.Namespace(rounds=1, answers="", start_timeout=1.0, json=None)
-    found = Report("vllm_serving", rows=[{"part": "options", "host_bytes": 1, "host_share": 1.0, "versions": {}}])
-    serving.measure(options, found, [], ChatShape(1, 1, 1, 1, 1), time.monotonic())
+    found = Report("vllm_serving", rows=[{"part": "options", "host_bytes": 1, "host_shares": [1.0], "versions": {}}])
+    serving.measure(options, found, [], [ChatShape(1, 1, 1, 1, 1)], time.monotonic())
     assert done == ["host", "misses"]
 
 

@@ -68,8 +68,8 @@ def run(stubs: Path, *command: str, **variables: str) -> tuple[subprocess.Comple
 @pytest.mark.parametrize(
     ("command", "failing", "results"),
     [
-        (("gpu_vllm.sh", "", "out", "", "ttft_graphs", "misses", "serving_1x"), "vllm_ttft", "vllm"),
-        (("gpu_sglang.sh", "", "out", "ttft", "misses", "serving_1x"), "sglang_ttft", "sglang"),
+        (("gpu_vllm.sh", "", "out", "", "ttft_graphs", "misses", "serving_12_6"), "vllm_ttft", "vllm"),
+        (("gpu_sglang.sh", "", "out", "ttft", "misses", "serving_12_6"), "sglang_ttft", "sglang"),
     ],
 )
 def test_a_part_that_fails_leaves_its_logs_and_hides_no_other(
@@ -89,7 +89,7 @@ def test_a_part_that_fails_leaves_its_logs_and_hides_no_other(
 @pytest.mark.parametrize("script", ["gpu_vllm.sh", "gpu_sglang.sh"])
 def test_what_is_asked_for_wrongly_is_told_before_anything_runs(stubs: Path, script: str) -> None:
     no_peers = [""] if script == "gpu_vllm.sh" else []
-    for arguments in (["", "out", *no_peers, "ttft_graphs", "ttft", "serving_1"], ["nowhere", "out", *no_peers]):
+    for arguments in (["", "out", *no_peers, "ttft_graphs", "ttft", "serving_1x"], ["nowhere", "out", *no_peers]):
         done, asked = run(stubs, script, *arguments)
         assert done.returncode == 2 and done.stderr and not asked
     done, asked = run(stubs, "gpu.sh", "out", "copies", "test")
@@ -111,7 +111,7 @@ def test_a_site_may_be_named_from_here_and_the_repository_names_the_commit(stubs
 def test_every_part_takes_the_connectors_and_the_gpu_that_it_is_given(stubs: Path, script: str) -> None:
     no_peers = [""] if script == "gpu_vllm.sh" else []
     chosen = 'none,ours:host_form="lossless"'
-    for part in ("ttft_graphs" if no_peers else "ttft", "misses", "serving_2x"):
+    for part in ("ttft_graphs" if no_peers else "ttft", "misses", "serving_12_6"):
         done, (asked,) = run(stubs, script, "", "out", *no_peers, part, CONNECTORS=chosen, GPU="2")
         assert done.returncode == 0, done.stderr
         assert asked.endswith(f" --connectors {chosen}") and " --device 2 " in asked

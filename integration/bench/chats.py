@@ -169,8 +169,9 @@ class Chats:
 
 
 def histories(shape: ChatShape) -> list[list[int]]:
-    """The same for every engine: of each user the document and what was said about it so far."""
-    random = np.random.default_rng(10**6)
+    """The same for every engine, and others for other numbers of users: of each user the document and what was said
+    about it so far."""
+    random = np.random.default_rng((10**6, shape.users))
     room = shape.max_length - shape.document - shape.question
     lengths = shape.document + room * (np.arange(shape.users) + 0.5) / shape.users
     return [random.integers(3, 500, int(length)).tolist() for length in lengths]

@@ -222,8 +222,18 @@ def merged(results: Sequence[Mapping[str, Any]]) -> Report:
 
 def compared(result: Mapping[str, Any]) -> tuple[Any, ...]:
     """What is the same in all results of a comparison."""
-    names = ("device_tokens", "users", "at_once", "document", "question", "max_length", "tiny", "eager")
+    names = ("device_tokens", "document", "question", "max_length", "tiny", "eager")
     return result["name"], result["hardware"]["gpu"], *(result["rows"][0].get(name) for name in names)
+
+
+def mixed_regimes(windows: Sequence[Mapping[str, Any]]) -> str:
+    """The label of a regime whose windows are not of the same users; empty where there is none."""
+    users: dict[tuple[Any, ...], Any] = {}
+    for row in windows:
+        key, chats = _key(row), (row["users"], row["at_once"])
+        if users.setdefault(key, chats) != chats:
+            return label(dict(zip(("engine", "host_share", "answer", "rate"), key, strict=True)))
+    return ""
 
 
 def claim_misses(report: Report, row: Mapping[str, Any]) -> None:
@@ -279,10 +289,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     results = [json.loads(path.read_text()) for path in options.results]
     for path, result in zip(options.results, results, strict=True):
-        if result.get("name") not in _SERVING or "host_share" not in result["rows"][0]:
+        if result.get("name") not in _SERVING or not {"host_share", "host_shares"} & result["rows"][0].keys():
             parser.error(f"{path} is no result of serving with regimes: measure it again, or leave it out")
     if len({compared(result) for result in results}) > 1:
         parser.error("these results are of several engines, GPUs or sets of options: give those of one")
+    if mixed := mixed_regimes([row for result in results for row in result["rows"] if row["part"] == "chats"]):
+        parser.error(f"these results have chats of several numbers of users in {mixed}: give those of one")
     report = merged(results)
     found = [row for row in report.rows if row["part"] == "regime"]
     print("\n".join(table(found)))

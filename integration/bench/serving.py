@@ -2,9 +2,10 @@
 
 All engines run beside each other on one GPU and take turns, in an order that rotates from round to round and from
 window to window. Miss path: batches of prompts that nobody asked before, each engine against the one without a
-connector in the same round; a last round, which is not timed, tells what the connector's calls take. Chats: one size
-of the host, several lengths of answers, each at some rates (`chats`), and who is ahead in which (`regimes`). An engine
-that does not start, or is not what its name says, is named with its reason and the others are measured.
+connector in the same round; a last round, which is not timed, tells what the connector's calls take. Chats: some
+numbers of users, of whose chats the host holds more or less, several lengths of answers, each at some rates (`chats`),
+and who is ahead in which (`regimes`). Engines start once for all of them. One that does not start, or is not what its
+name says, is named with its reason and the others are measured.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=30.0, help="that count, of each window")
     parser.add_argument("--lead", type=float, default=2.0, help="seconds of each window before those that count")
     parser.add_argument("--limit", type=float, default=3600.0, help="seconds of all: windows are made to fit")
-    parser.add_argument("--users", type=int, default=12)
+    parser.add_argument("--users", type=numbers, default=[12], help="so many, then so many, as in 24,12,6")
     parser.add_argument("--at-once", type=int, help="of the users, who ask at a time; default: half of them")
     parser.add_argument("--document", type=int, default=8000, help="tokens")
     parser.add_argument("--question", type=int, default=160, help="tokens")
@@ -97,10 +98,18 @@ def add_serving_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(trace=0.0, trace_misses=False)  # where the engine is in another process than a profiler
 
 
+def numbers(text: str) -> list[int]:
+    """Positive ones, each once, with commas between them."""
+    found = [int(number) for number in text.split(",")]
+    if min(found) < 1 or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text}: give different numbers above 0, as in 24,12,6")
+    return found
+
+
 def made_tiny(options: argparse.Namespace) -> argparse.Namespace:
     """With `--tiny` all sizes but the host's, where that is a multiple of the chats."""
     if options.tiny:
-        options.device_tokens, options.max_length, options.users = 2048, 1024, 12
+        options.device_tokens, options.max_length = 2048, 1024
         options.document, options.question = 480, 40
         options.miss_prompts, options.miss_length, options.miss_answer = 6, 256, 16
     return options
@@ -115,30 +124,38 @@ def serve(kind: type[EngineOptions], parser: argparse.ArgumentParser) -> int:
     if reason := unavailable(kind, options):
         print(reason)
         return 0
-    at_once = options.at_once or max(1, options.users // 2)
-    shape = ChatShape(options.users, at_once, options.document, options.question, options.max_length)
-    chats_bytes = shape.mean_tokens * bytes_per_token(options.tiny, usual_dtype(options.tiny))
+    shapes = [chat_shape(options, users) for users in options.users]
+    each = bytes_per_token(options.tiny, usual_dtype(options.tiny))
+    chats_bytes = [shape.mean_tokens * each for shape in shapes]
     try:
-        size = kind.host_size(host_bytes(options.host_memory, chats_bytes))
+        size = kind.host_size(host_bytes(options.host_memory, chats_bytes[0]))
     except ConfigError as error:
-        raise SystemExit(f"{error}, or a multiple of what the chats hold, such as 0.5x") from None
+        raise SystemExit(f"{error}, or a multiple of what the first users' chats hold, such as 0.5x") from None
     check_host(size * sum(name != "none" for name in options.connectors))
     wanted = [engine_options(kind, options, name, options.max_length, size) for name in options.connectors]
     check_device(wanted)
     report = Report(f"{kind.package}_serving")
     kept = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
-    sizes = {"chats_bytes": round(chats_bytes), "host_bytes": size, "host_share": round(size / chats_bytes, 2)}
+    shares = [round(size / num_bytes, 2) for num_bytes in chats_bytes]
+    sizes = {"chats_bytes": [round(num_bytes) for num_bytes in chats_bytes], "host_bytes": size, "host_shares": shares}
     versions = {kind.package: report.version(kind.package)}
     report.rows.append({"part": "options", **kept, **sizes, "versions": versions})
     print(f"{hardware()['gpu'] or hardware()['cpu']}; logs of the engines: {wanted[0].logs}")
-    print(
-        f"{shape.users} chats hold {chats_bytes / 2**30:.2f} GiB on average, the device {options.device_tokens} of "
-        f"{shape.mean_tokens:.0f} tokens, the host {size / 2**30:.2f} GiB or {sizes['host_share']:g} of the chats",
-        flush=True,
-    )
-    measure(options, report, wanted, shape, begin)
+    for shape, num_bytes, share in zip(shapes, chats_bytes, shares, strict=True):
+        print(
+            f"{shape.users} chats hold {num_bytes / 2**30:.2f} GiB on average, the device {options.device_tokens} of "
+            f"{shape.mean_tokens:.0f} tokens, the host {size / 2**30:.2f} GiB or {share:g} of the chats",
+            flush=True,
+        )
+    measure(options, report, wanted, shapes, begin)
     report.write(options.json)
     return 0
+
+
+def chat_shape(options: argparse.Namespace, users: int) -> ChatShape:
+    """Of so many users' chats."""
+    at_once = options.at_once or max(1, users // 2)
+    return ChatShape(users, at_once, options.document, options.question, options.max_length)
 
 
 def check_host(wanted: int, limit_file: Path = Path("/sys/fs/cgroup/memory.max")) -> None:
@@ -159,7 +176,7 @@ def check_host(wanted: int, limit_file: Path = Path("/sys/fs/cgroup/memory.max")
 
 
 def measure(
-    options: argparse.Namespace, report: Report, wanted: list[EngineOptions], shape: ChatShape, begin: float
+    options: argparse.Namespace, report: Report, wanted: list[EngineOptions], shapes: list[ChatShape], begin: float
 ) -> None:
     """Start the engines, measure all that was asked for, and stop them."""
     engines, _ = start_engines(wanted, options.start_timeout)
@@ -170,18 +187,19 @@ def measure(
             add_failed(report, engines)
             report.write(options.json)
         if options.answers:
-            measure_chats(options, report, engines, shape, begin)
+            measure_chats(options, report, engines, shapes, begin)
     finally:
         engines.close()
     add_failed(report, engines)
 
 
 def add_failed(report: Report, engines: Engines) -> None:
-    """A row for each engine that is not measured, or not any more."""
+    """A row for each engine that is not measured, or not any more, and each of the host's shares."""
+    options = report.rows[0]
     known = {row["connector"] for row in report.rows if row["part"] == "failed"}
-    common = {name: report.rows[0][name] for name in ("host_bytes", "host_share")} | report.rows[0]["versions"]
     for name in engines.failed.keys() - known:
-        report.rows.append({"part": "failed", "connector": name, "reason": engines.failed[name], **common})
+        row = {"part": "failed", "connector": name, "reason": engines.failed[name], "host_bytes": options["host_bytes"]}
+        report.rows += [row | {"host_share": share} | options["versions"] for share in options["host_shares"]]
 
 
 def measure_misses(options: argparse.Namespace, report: Report, engines: Engines, begin: float) -> None:
@@ -234,45 +252,56 @@ def miss_row(name: str, rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def measure_chats(
-    options: argparse.Namespace, report: Report, engines: Engines, shape: ChatShape, begin: float
+    options: argparse.Namespace, report: Report, engines: Engines, shapes: list[ChatShape], begin: float
 ) -> None:
-    """Every answer and rate, and for each all engines in rotating order; claims on a regime when it is measured."""
+    """Every number of users, answer and rate, and for each all engines in rotating order; claims on a regime when it is
+    measured."""
     rates = [None if rate == SATURATED else float(rate) for rate in options.rates.split(",")]
     asked = [(int(answer), rate) for answer in options.answers.split(",") for rate in rates]
     if options.misses_only in engines:
         engines.pop(options.misses_only).close()
-    engines.at_once(begin_chats, shape)
-    engines.at_once(run_window, Window(0, asked[0][0], None, 0.0, 2 * options.lead))  # compiles what a first use does
-    left = options.limit - (time.monotonic() - begin) - _CLOSING_SECONDS - options.trace * len(engines)
-    seconds = window_seconds(options.seconds, left, len(asked) * len(engines), options.lead)
-    if seconds <= 0:
-        raise SystemExit(f"{left:.0f} s are left of --limit: no room for {len(asked) * len(engines)} windows")
-    windows = [Window(n, answer, rate, options.lead, seconds) for n, (answer, rate) in enumerate(asked, 1)]
-    print(f"windows of {seconds:.1f} s behind {options.lead:g} s that do not count")
     print(
-        f"{'answer':>6} {'rate':>9}  {'engine':20} {'turns/s':>8} {'TTFT p50':>9} {'p99':>9} ms {'cached':>8}  waiting"
+        f"{'host':>5} {'answer':>6} {'rate':>9}  {'engine':20} {'turns/s':>8} {'TTFT p50':>9} {'p99':>9} ms "
+        f"{'cached':>8}  waiting"
     )
-    common = {name: report.rows[0][name] for name in ("host_bytes", "host_share")}
-    common |= report.rows[0]["versions"] | asdict(shape)
-    for window in windows:
-        order = rotated(list(engines), window.number - 1)
-        for name, result in engines.each(order, run_window, window):
-            row = chat_row(name, window, result) | common | {"place": order.index(name)}
-            report.rows.append(row)
-            print_row(row)
-        add_failed(report, engines)
-        claim_regimes(report, window)
-        report.write(options.json)
+    last = Window(0, 0, None, 0.0, 0.0)
+    for number, shape in enumerate(shapes):
+        engines.at_once(begin_chats, shape)
+        # Compiles what a first use does.
+        engines.at_once(run_window, Window(-number, asked[0][0], None, 0.0, 2 * options.lead))
+        left = options.limit - (time.monotonic() - begin) - _CLOSING_SECONDS - options.trace * len(engines)
+        count = len(asked) * len(engines) * (len(shapes) - number)
+        seconds = window_seconds(options.seconds, left, count, options.lead)
+        if seconds <= 0:
+            raise SystemExit(f"{left:.0f} s are left of --limit: no room for {count} windows")
+        print(f"windows of {seconds:.1f} s behind {options.lead:g} s that do not count")
+        for window in [Window(n, *each, options.lead, seconds) for n, each in enumerate(asked, last.number + 1)]:
+            measure_window(report, engines, shape, report.rows[0]["host_shares"][number], window)
+            report.write(options.json)
+            last = window
     if options.trace:
-        traced = replace(windows[-1], number=len(windows) + 1, lead=0.0, seconds=options.trace)
+        traced = replace(last, number=last.number + 1, lead=0.0, seconds=options.trace)
         add_timelines(report, engines.everywhere(trace_window, traced))
 
 
-def claim_regimes(report: Report, window: Window) -> None:
+def measure_window(report: Report, engines: Engines, shape: ChatShape, share: float, window: Window) -> None:
+    """Of all engines, with a row for each, and the claims on its regime."""
+    common = {"host_bytes": report.rows[0]["host_bytes"], "host_share": share}
+    common |= report.rows[0]["versions"] | asdict(shape)
+    order = rotated(list(engines), window.number - 1)
+    for name, result in engines.each(order, run_window, window):
+        row = chat_row(name, window, result) | common | {"place": order.index(name)}
+        report.rows.append(row)
+        print_row(row)
+    add_failed(report, engines)
+    claim_regimes(report, share, window)
+
+
+def claim_regimes(report: Report, share: float, window: Window) -> None:
     """On the regime of a window that all engines have had."""
     found = regimes(row for row in report.rows if row["part"] in ("chats", "failed"))
     for regime in found:
-        if (regime["answer"], regime["rate"]) == (window.answer, window.rate):
+        if (regime["host_share"], regime["answer"], regime["rate"]) == (share, window.answer, window.rate):
             print(label(regime) + "".join(f"; {name} {reason}" for name, reason in regime["missing"].items()))
             claim_regime(report, regime)
 
@@ -283,8 +312,9 @@ def print_row(row: dict[str, Any]) -> None:
         f"{'>=' if name in row.get('lower_bounds', ()) else ''}{row[name]:.1f}"
         for name in ("ttft_p50_ms", "ttft_p99_ms")
     )
+    rate = SATURATED if row["rate"] is None else row["rate"]
     print(
-        f"{row['answer']:6} {SATURATED if row['rate'] is None else row['rate']:>9}  {row['connector']:20} "
+        f"{row['host_share']:4g}x {row['answer']:6} {rate:>9}  {row['connector']:20} "
         f"{row['turns_per_second']:8.2f} {p50:>9} {p99:>9}    {row['cached_share']:8.1%}  {row['waiting']} of "
         f"{row['arrived']}{'  VOID: ' + row['void'] if 'void' in row else ''}"
     )

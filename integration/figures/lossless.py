@@ -42,7 +42,7 @@ def chats(result: Result) -> list[str]:
     misses = {row["connector"]: row for row in rows_of("misses", result)}
     answers = list(dict.fromkeys(row["answer"] for row in rows))
     text = (
-        f"{named(result)}: chats whose host memory holds {result['rows'][0]['host_share']:g} of them, turns a second "
+        f"{named(result)}: chats whose host memory holds {rows[0]['host_share']:g} of them, turns a second "
         f"and share of prompts that is cached, in windows of {rows[0]['seconds']:.1f} s; and tokens a second where "
         f"nothing is hit, as a share of those without a connector."
     )
