@@ -4,8 +4,8 @@
 #   bash integration/gpu.sh [OUT [PART ...]]
 #
 # OUT: for results, traces and pictures (default: build/gpu); parts, all of them unless some are named: tests sanitizer
-# copies submitting host_pool copies_many interference lossless pd overlap demo. A part that fails, or takes longer than
-# PART_SECONDS (590), does not stop the others; the exit status says whether one did.
+# copies submitting awaited host_pool copies_many interference lossless pd overlap demo. A part that fails, or takes
+# longer than PART_SECONDS (590), does not stop the others; the exit status says whether one did.
 #
 # It needs a Python with torch, triton, numpy, pytest and hypothesis, and installs nothing: the package is copied to a
 # temporary folder, kernels in place. The demo runs where transformers and the model's package are there too, and lossless
@@ -14,7 +14,7 @@
 # GPU alone; otherwise copies_many takes all that there are, and pd and some tests two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-known=(tests sanitizer copies submitting host_pool copies_many interference lossless pd overlap demo)
+known=(tests sanitizer copies submitting awaited host_pool copies_many interference lossless pd overlap demo)
 parts=("${@:2}")
 [ ${#parts[@]} -gt 0 ] || parts=("${known[@]}")
 for part in "${parts[@]}"; do

@@ -85,7 +85,8 @@ def test_what_cannot_run_is_told_at_once(lines: dict[str, str], wrong: list[str]
 
 def test_a_part_is_one_of_its_script(tmp_path: Path) -> None:
     sites = {"vllm": "/v", "peers": "/p", "sglang": ""}
-    commands = [parse_part(name).command(sites, tmp_path) for name in ("gpu:pd", "vllm:serving_24_12", "sglang:ttft=60")]
+    names = "gpu:pd", "vllm:serving_24_12", "sglang:ttft=60"
+    commands = [parse_part(name).command(sites, tmp_path) for name in names]
     assert [[Path(words[1]).name, *words[2:]] for words in commands] == [
         ["gpu.sh", str(tmp_path), "pd"],
         ["gpu_vllm.sh", "/v", str(tmp_path), "/p", "serving_24_12"],

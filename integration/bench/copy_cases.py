@@ -173,10 +173,11 @@ class VllmWay:
         """See `Way`."""
 
 
-def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
+def make_case(piece_bytes: int, num_regions: int, num_bytes: int, apart: bool = False) -> Case:
     """A cache in GPU memory (in host memory without a GPU) and a host pool, half of whose blocks move.
 
-    Pieces from 1 MiB up are whole blocks, whose regions are neighbours, as in vLLM's cross-layer caches.
+    Pieces from 1 MiB up are whole blocks, whose regions are neighbours, as in vLLM's cross-layer caches. `apart`: the
+    regions of shorter ones are allocations of their own.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     joined = piece_bytes >= 1 << 20
@@ -185,6 +186,10 @@ def make_case(piece_bytes: int, num_regions: int, num_bytes: int) -> Case:
     if joined:
         cache = torch.zeros((2 * count, num_regions, piece_bytes // num_regions), dtype=torch.uint8, device=device)
         pieces, views = [cache.flatten(1)], list(cache.unbind(1))
+    elif apart:
+        pieces = views = [
+            torch.zeros((2 * count, piece_bytes), dtype=torch.uint8, device=device) for _ in range(num_regions)
+        ]
     else:
         cache = torch.zeros((num_regions, 2 * count, piece_bytes), dtype=torch.uint8, device=device)
         pieces = views = list(cache.unbind(0))

@@ -1,5 +1,4 @@
-"""What copies cost the model-runner thread: a step of requests, long copies, a load's first group, two loads at once;
-and a load beside a thread that launches the layers which wait for it.
+"""What copies cost the model-runner thread: a step of requests, long copies, a load's first group, two loads at once.
 
 Through the transfer engine, as in service. A step's saves are one job, whatever the requests are (`SchedulerHalf`); as
 many jobs of a block each are measured too. Long copies are timed twice: while the launching thread rests, and while it
@@ -32,7 +31,6 @@ from kv_connector.types import CopyJob, Direction
 
 REQUESTS = 64
 STEP_SECONDS = 0.005
-LAUNCHING_SHARE = 0.5  # of the time that a load takes at the link's rate, for the layers that wait for it
 
 
 class TimedPath:
@@ -94,7 +92,6 @@ def measure_case(report: Report, case: Case, repeats: int) -> None:
         for num_jobs in (1, REQUESTS):
             measure_step(report, case, engine, num_jobs, 3 * repeats)
         measure_first_group(report, case, engine, repeats)
-        measure_awaited(report, case, engine, repeats)
         measure_beside_long(report, case, engine, 3 * repeats)
     finally:
         engine.close()
@@ -204,36 +201,6 @@ def measure_first_group(report: Report, case: Case, engine: TransferEngine, repe
         {"part": "first_group", "case": label_of(case), "late_us": late[1:], "returned_us": returned[1:]}
     )
     report.claim(f"first_group_late_{label_of(case)}", median(late[1:]), 150.0, "us", "lower")
-
-
-def measure_awaited(report: Report, case: Case, engine: TransferEngine, repeats: int) -> None:
-    """A load of all blocks that a step waits for, layer group by layer group, while the launching thread is in Python
-    between one and the next, as where a forward pass is launched kernel by kernel."""
-    if case.layout.device.type != "cuda":
-        return
-    link, names = median(large_copy_ms(case, Direction.LOAD) for _ in range(repeats)), case.layout.layer_names
-    times = []
-    for repeat in range(repeats + 1):
-        synchronize()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        engine.submit_load([case.job(Direction.LOAD, repeat)])
-        for name in names:
-            until = time.perf_counter() + 1e-3 * link * LAUNCHING_SHARE / len(names)
-            while time.perf_counter() < until:
-                pass
-            engine.wait_layer(name)
-        end.record()
-        synchronize()
-        times.append(start.elapsed_time(end))
-        engine.drain()
-    label = label_of(case)
-    share = link / median(times[1:])
-    print(
-        f"a load that a step waits for, {label}: {median(times[1:]):.1f} ms, {link:.1f} at the link's rate", flush=True
-    )
-    report.rows.append({"part": "awaited", "case": label, "all_ms": times[1:], "link_ms": link})
-    report.claim(f"share_of_link_of_an_awaited_load_{label}", share, 0.95, "of 1", "higher")
 
 
 def measure_beside_long(report: Report, case: Case, engine: TransferEngine, repeats: int) -> None:
