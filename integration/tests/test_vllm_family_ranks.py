@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 
-RANKS: dict[str, dict[str, Any]] = {"tensor parallel": {"tensor_parallel_size": 2}, "pipeline": STAGES}
+RANKS: dict[str, dict[str, Any]] = {"tensor-parallel": {"tensor_parallel_size": 2}, "pipeline": STAGES}
 NO_STAGES = {
     "DeepSeek-V4": "its three layers are of three kinds, and vLLM wants the same kinds in all stages",
     "Granite 4": "vLLM's loader looks for the experts of other stages' layers",
