@@ -17,6 +17,7 @@ from ..stats import StatsFeed
 from .blocks import PoolBlocks
 from .events import EventFeed
 from .identity import Adapters
+from .sessions import Sessions
 from .specs import EngineShape
 from .stats import TieredStats
 from .steps import (
@@ -74,6 +75,7 @@ class SchedulerRole:
         self._farther_tokens = 0, 0  # of the request admitted last: those of other engines, and of storage
         self._blocks: PoolBlocks | None = None
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
+        self._sessions = Sessions()
         self._feed = StatsFeed()
         self._tenants = self.half.tenant_stats if config.tenants else dict
         self._events = EventFeed(shape) if shape.publishes_events else None
@@ -130,6 +132,7 @@ class SchedulerRole:
 
     def build_connector_meta(self, output: VllmOutput) -> PlanMetadata:
         told, self._told = self._told, {}
+        self._sessions.planned(output, self._live)
         if self._events is not None:
             for request_id in output.num_scheduled_tokens:
                 self._events.note(self._live[request_id])
@@ -159,6 +162,7 @@ class SchedulerRole:
         and not by a worker: other stages of a pipeline wait for what it computes. With a window alone, and told of
         blocks, as older versions are, it goes on behind blocks that were never loaded.
         """
+        self._sessions.taken_in()
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
                 if _is_overlooked(self._live[request_id]):
@@ -198,6 +202,7 @@ class SchedulerRole:
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
         self._live.pop(request.request_id, None)
+        self._sessions.forget(request.request_id)
         if self._events is not None:
             self._events.forget(request.request_id)
         if request.status not in _ENDED_WELL:

@@ -9,6 +9,8 @@ _FOLDER = "kv_connector/engines/vllm"
 _TESTS = "integration/tests"
 _HYBRID = f"{_TESTS}/test_vllm_hybrid.py"
 _CONTEXT = f"{_TESTS}/test_vllm_context.py"
+_SESSIONS = f"{_TESTS}/test_vllm_sessions.py"
+_WITHIN_DRAFTS = "test_a_turn_that_ends_within_accepted_drafts_spoils_nothing"
 _SHARED = "test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it"
 _ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
@@ -41,6 +43,24 @@ VLLM: tuple[Mutant, ...] = (
         "who shares a block that was not loaded goes on behind it, as vLLM has it",
         Patch(f"{_FOLDER}/scheduler.py", "if first is not None:", "if False:"),
         f"{_TESTS}/test_vllm_failed_loads.py::{_SHARED}",
+    ),
+    _mutant(
+        "drafts-behind-a-turn",
+        "a session goes on behind drafts that its turn has not said, as vLLM has it",
+        Patch(f"{_FOLDER}/scheduler.py", "self._sessions.taken_in()", "pass"),
+        f"{_SESSIONS}::{_WITHIN_DRAFTS}",
+    ),
+    _mutant(
+        "drafts-that-were-said",
+        "of a session's next input nothing is left to compute where it is what was drafted",
+        Patch(f"{_FOLDER}/sessions.py", " - (request.status is RequestStatus.WAITING)", ""),
+        f"{_SESSIONS}::{_WITHIN_DRAFTS}",
+    ),
+    _mutant(
+        "drafts-taken-for-input",
+        "where a session's next input has come already its first tokens count as computed",
+        Patch(f"{_FOLDER}/sessions.py", "if token != draft", "if not token"),
+        f"{_SESSIONS}::{_WITHIN_DRAFTS}",
     ),
     _mutant(
         "states-in-the-step",
