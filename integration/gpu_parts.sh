@@ -9,7 +9,6 @@
 engine=$1
 limit=$((${PART_SECONDS:-590} - SECONDS))
 failed=0
-CHATS_OF_12=15200MiB  # what the chats of 12 users hold on average, of a model of Llama-3.1-8B's shape
 
 run() { # NAME SECONDS COMMAND
     local name=$1 seconds=$2 status=0
@@ -24,4 +23,8 @@ bench() { # MODULE PART OPTIONS
     run "$2" "$limit" python3 -m "integration.bench.$1" --device "${GPU:-0}" --logs "$logs" \
         --json "$out/${engine}_$2.json" "${@:3}" ${CONNECTORS:+--connectors "$CONNECTORS"}
     tar -C "$logs" -czf "$out/${engine}_$2_logs.tar.gz" .
+}
+chats() { # MODULE PART OPTIONS; the part names numbers of users, and the host holds what 12 of them do on average
+    local users=${2#serving_}
+    bench "$1" "$2" --users "${users//_/,}" --at-once 6 --host-memory 15200MiB --limit "$((limit - 25))" "${@:3}"
 }

@@ -28,11 +28,7 @@ for part in "${parts[@]}"; do
         misses)
             bench sglang_serving "$part" --limit "$((limit - 25))" --answers '' --rounds 15 --connectors none,hicache,ours
             ;;
-        serving_*)
-            users=${part#serving_}
-            bench sglang_serving "$part" --users "${users//_/,}" --at-once 6 --host-memory "$CHATS_OF_12" \
-                --limit "$((limit - 25))" --answers 8,32 --connectors hicache,ours
-            ;;
+        serving_*) chats sglang_serving "$part" --answers 8,32 --connectors hicache,ours ;;
     esac
 done
 exit "$failed"

@@ -61,11 +61,7 @@ for part in "${parts[@]}"; do
             bench vllm_serving "$part" --host-memory 12GiB --limit "$((limit - 25))" --answers '' --rounds 15 \
                 --connectors none,offloading,simple,lmcache,ours
             ;;
-        serving_*)
-            users=${part#serving_}
-            bench vllm_serving "$part" --users "${users//_/,}" --at-once 6 --host-memory "$CHATS_OF_12" \
-                --limit "$((limit - 25))" --connectors offloading,simple,lmcache,ours,ours:write_through
-            ;;
+        serving_*) chats vllm_serving "$part" --connectors offloading,simple,lmcache,ours,ours:write_through ;;
         regimes)
             run regimes 60 python3 -m integration.bench.regimes "$out"/vllm_{serving,misses}*.json \
                 --json "$out/vllm_regimes.json" --png "$out/vllm_regimes.png"

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from integration.bench.copies import size
-from integration.bench.copy_cases import Case, large_copy_ms, make_case, synchronize
+from integration.bench.copy_cases import Case, TimedPath, large_copy_ms, make_case, synchronize
 from integration.bench.regimes import rotated
 from integration.report import Report, hardware
 from kv_connector.config import Config, PathName
+from kv_connector.transfer.costs.known import link_costs
 from kv_connector.transfer.cuda.streams import Priority, make_lane
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_form import raw_form
-from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import Direction
 
@@ -35,36 +35,15 @@ OVER_LINK = 0.95
 WAITS = ("by layer", "up front")
 
 
-class TimedPath:
-    """Copies like another path, and notes when each copy is submitted: seconds of `time.perf_counter`."""
-
-    def __init__(self, case: Case, config: Config) -> None:
-        self._path = make_path(raw_form(case.layout), case.host, config)
-        self.submitted: list[tuple[float, float]] = []
-
-    def copy(self, copy: BlockCopy) -> None:
-        """As `CopyPath.copy`."""
-        begin = time.perf_counter()
-        self._path.copy(copy)
-        self.submitted.append((begin, time.perf_counter()))
-
-    def slice_bytes(self, direction: Direction) -> int:
-        """As `CopyPath.slice_bytes`."""
-        return self._path.slice_bytes(direction)
-
-    def close(self) -> None:
-        """As `CopyPath.close`."""
-        self._path.close()
-
-
 class Loader:
     """A transfer engine with one path."""
 
     def __init__(self, case: Case, name: PathName) -> None:
-        config = Config(copy_path=name, host_memory=case.host.tensor.nbytes)
+        form, config = raw_form(case.layout), Config(copy_path=name, host_memory=case.host.tensor.nbytes)
+        costs = link_costs(form, config)
         self._case = case
-        self._path = TimedPath(case, config)
-        self._engine = TransferEngine(raw_form(case.layout), case.host, config, self._path)
+        self._path = TimedPath(make_path(form, case.host, config, costs))
+        self._engine = TransferEngine(form, case.host, config, self._path, costs=costs)
         self._lane = make_lane(case.layout.device, Priority.MEASURE, timing=True)
 
     def load(self, job_id: int, waits: str, launching_ms: float) -> dict[str, Any]:

@@ -124,6 +124,31 @@ class PathWay:
         self._path.close()
 
 
+class TimedPath:
+    """Copies like another path, and notes when each copy was submitted, from and to, in seconds of
+    `time.perf_counter`, and how long the threads that did so were busy in all."""
+
+    def __init__(self, path: CopyPath) -> None:
+        self._path = path
+        self.submitted: list[tuple[float, float]] = []
+        self.thread_ms = 0.0
+
+    def copy(self, copy: BlockCopy) -> None:
+        """As `CopyPath.copy`."""
+        begin, busy = time.perf_counter(), time.thread_time()
+        self._path.copy(copy)
+        self.thread_ms += 1e3 * (time.thread_time() - busy)
+        self.submitted.append((begin, time.perf_counter()))
+
+    def slice_bytes(self, direction: Direction) -> int:
+        """As `CopyPath.slice_bytes`."""
+        return self._path.slice_bytes(direction)
+
+    def close(self) -> None:
+        """As `CopyPath.close`."""
+        self._path.close()
+
+
 class LoopWay:
     """`copy_` for every piece, as engines without a batch call do."""
 

@@ -31,6 +31,7 @@ throughput where nothing is hit over that without a connector; turns with lossle
 ones."""
 _FIGURES = ("turns_per_second", "ttft_p50_ms", "ttft_p99_ms", "cached_share", "waiting", "arrived")
 _SERVING = {f"{engine}_serving" for engine in OVER_BEST_PEER}
+_KEY = ("engine", "host_share", "answer", "rate")
 _SETTLING = 2.0  # seconds between windows: unfinished turns are aborted, saves arrive
 
 Row = dict[str, Any]
@@ -89,7 +90,7 @@ def _regime(key: tuple[Any, ...], windows: Sequence[Mapping[str, Any]], absent: 
         engines[name]["p50_is_lower_bound"] = any("ttft_p50_ms" in row.get("lower_bounds", ()) for row in of)
     void = {row["connector"]: row["void"] for row in windows if row["connector"] not in valid}
     missing = {name: reason for name, reason in (absent | void).items() if name not in engines}
-    regime: Row = dict(zip(("engine", "host_share", "answer", "rate"), key, strict=True))
+    regime: Row = dict(zip(_KEY, key, strict=True))
     regime |= {"part": "regime", "seconds": min(row["seconds"] for row in windows)}  # of its shortest window
     regime |= {"engines": engines, "missing": missing}
     peers = [name for name in engines if is_peer(name)]
@@ -232,7 +233,7 @@ def mixed_regimes(windows: Sequence[Mapping[str, Any]]) -> str:
     for row in windows:
         key, chats = _key(row), (row["users"], row["at_once"])
         if users.setdefault(key, chats) != chats:
-            return label(dict(zip(("engine", "host_share", "answer", "rate"), key, strict=True)))
+            return label(dict(zip(_KEY, key, strict=True)))
     return ""
 
 

@@ -264,7 +264,6 @@ def measure_chats(
         f"{'host':>5} {'answer':>6} {'rate':>9}  {'engine':20} {'turns/s':>8} {'TTFT p50':>9} {'p99':>9} ms "
         f"{'cached':>8}  waiting"
     )
-    last = Window(0, 0, None, 0.0, 0.0)
     for number, shape in enumerate(shapes):
         engines.at_once(begin_chats, shape)
         # Compiles what a first use does.
@@ -275,12 +274,13 @@ def measure_chats(
         if seconds <= 0:
             raise SystemExit(f"{left:.0f} s are left of --limit: no room for {count} windows")
         print(f"windows of {seconds:.1f} s behind {options.lead:g} s that do not count")
-        for window in [Window(n, *each, options.lead, seconds) for n, each in enumerate(asked, last.number + 1)]:
+        first = 1 + number * len(asked)
+        windows = [Window(n, *each, options.lead, seconds) for n, each in enumerate(asked, first)]
+        for window in windows:
             measure_window(report, engines, shape, report.rows[0]["host_shares"][number], window)
             report.write(options.json)
-            last = window
     if options.trace:
-        traced = replace(last, number=last.number + 1, lead=0.0, seconds=options.trace)
+        traced = replace(windows[-1], number=windows[-1].number + 1, lead=0.0, seconds=options.trace)
         add_timelines(report, engines.everywhere(trace_window, traced))
 
 

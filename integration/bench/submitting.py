@@ -18,41 +18,17 @@ from statistics import median
 import torch
 
 from integration.bench.copies import size
-from integration.bench.copy_cases import Case, large_copy_ms, make_case, synchronize
+from integration.bench.copy_cases import Case, TimedPath, large_copy_ms, make_case, synchronize
 from integration.report import Report, hardware
 from kv_connector.config import Config
-from kv_connector.transfer.costs.curves import LinkCosts
 from kv_connector.transfer.costs.known import link_costs
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_form import raw_form
-from kv_connector.transfer.paths.base import BlockCopy
 from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import CopyJob, Direction
 
 REQUESTS = 64
 STEP_SECONDS = 0.005
-
-
-class TimedPath:
-    """Copies like the path that an engine chooses, and adds up the time of the thread that does so."""
-
-    def __init__(self, case: Case, costs: LinkCosts) -> None:
-        self._path = make_path(raw_form(case.layout), case.host, Config(), costs)
-        self.thread_ms = 0.0
-
-    def copy(self, copy: BlockCopy) -> None:
-        """As `CopyPath.copy`."""
-        begin = time.thread_time()
-        self._path.copy(copy)
-        self.thread_ms += 1e3 * (time.thread_time() - begin)
-
-    def slice_bytes(self, direction: Direction) -> int:
-        """As `CopyPath.slice_bytes`."""
-        return self._path.slice_bytes(direction)
-
-    def close(self) -> None:
-        """As `CopyPath.close`."""
-        self._path.close()
 
 
 def main() -> int:
@@ -84,7 +60,7 @@ def main() -> int:
 def measure_case(report: Report, case: Case, repeats: int) -> None:
     """All of it for pieces of one size."""
     costs = link_costs(raw_form(case.layout), Config(host_memory=case.host.tensor.nbytes))
-    path = TimedPath(case, costs)
+    path = TimedPath(make_path(raw_form(case.layout), case.host, Config(), costs))
     engine = TransferEngine(raw_form(case.layout), case.host, Config(), path, costs=costs)
     try:
         for direction in Direction:
