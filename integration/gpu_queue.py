@@ -1,6 +1,7 @@
 """Parts of gpu.sh, gpu_vllm.sh and gpu_sglang.sh on a machine with several GPUs, each part on a GPU of its own.
 
-    python3 integration/gpu_queue.py OUT [--vllm SITE] [--peers FOLDER] [--sglang SITE] [--gpus N] [--seconds S] PART...
+    python3 integration/gpu_queue.py OUT [--vllm SITE] [--peers FOLDER] [--sglang SITE] [--gpus N] [--first M]
+        [--seconds S] PART...
 
 A part is `gpu:PART`, `vllm:PART` or `sglang:PART`, as those scripts name them, and with `=SECONDS` behind it takes no
 longer than so many; `vllm:ranks`, `vllm:families` and `vllm:replicas` take two GPUs. They begin in the order in which
@@ -93,10 +94,10 @@ class Running:
         self._process.wait()
 
 
-def run(parts: Sequence[Part], num_gpus: int, sites: Mapping[str, str], out: Path, seconds: float) -> int:
+def run(parts: Sequence[Part], gpus: Sequence[int], sites: Mapping[str, str], out: Path, seconds: float) -> int:
     """Run them. Returns how many failed or never began."""
     begin = time.monotonic()
-    free, waiting, running, num_failed = list(range(num_gpus)), list(parts), list[Running](), 0
+    free, waiting, running, num_failed = list(gpus), list(parts), list[Running](), 0
 
     def say(what: str) -> None:
         print(f"{time.monotonic() - begin:6.0f} s  {what}", flush=True)
@@ -115,9 +116,9 @@ def run(parts: Sequence[Part], num_gpus: int, sites: Mapping[str, str], out: Pat
                 waiting = []
             while waiting and len(free) >= waiting[0].num_gpus:
                 part = waiting.pop(0)
-                gpus, free = free[: part.num_gpus], free[part.num_gpus :]
-                running.append(Running(part, gpus, sites, out, left))
-                say(f"{part.name} begins on {gpus}")
+                taken, free = free[: part.num_gpus], free[part.num_gpus :]
+                running.append(Running(part, taken, sites, out, left))
+                say(f"{part.name} begins on {taken}")
             time.sleep(0.2)
     finally:
         for one in running:
@@ -133,6 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--peers", default="", metavar="FOLDER", help="with LMCache")
     parser.add_argument("--sglang", default="", metavar="SITE", help="where SGLang was unpacked")
     parser.add_argument("--gpus", type=int, default=1, metavar="N")
+    parser.add_argument("--first", type=int, default=0, metavar="M", help="the first of them, by the driver's number")
     parser.add_argument("--seconds", type=float, default=86400.0, metavar="S")
     options = parser.parse_args(arguments)
     if most := max((part.num_gpus for part in options.parts if part.num_gpus > options.gpus), default=0):
@@ -142,7 +144,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"{twice} is named twice, and both would write to OUT/{twice.replace(':', '_')}: name it once")
     named = {"vllm": options.vllm, "peers": options.peers, "sglang": options.sglang}
     sites = {name: folder and str(Path(folder).resolve()) for name, folder in named.items()}
-    return 1 if run(options.parts, options.gpus, sites, options.out.resolve(), options.seconds) else 0
+    gpus = range(options.first, options.first + options.gpus)
+    return 1 if run(options.parts, gpus, sites, options.out.resolve(), options.seconds) else 0
 
 
 if __name__ == "__main__":

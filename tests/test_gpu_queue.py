@@ -44,6 +44,11 @@ def test_parts_begin_in_their_order_as_gpus_are_free_and_one_for_two_holds_up_th
     assert noted()[2:] == ["vllm:ranks 0,1 590", "vllm:replicas 0,1 590", "sglang:ttft 0 590"]
 
 
+def test_two_queues_share_a_machine_where_one_begins_behind_the_gpus_of_the_other(lines: dict[str, str]) -> None:
+    assert gpu_queue.main(["out", "--gpus", "2", "--first", "2", "vllm:ranks", "gpu:pd"]) == 0
+    assert noted() == ["vllm:ranks 2,3 590", "gpu:pd 2 590"]
+
+
 def test_one_that_fails_stops_no_other_and_what_it_printed_is_kept(lines: dict[str, str]) -> None:
     lines["gpu:copies"] = "echo of no use; exit 3"
     assert gpu_queue.main(["out", "gpu:copies", "gpu:pd=60"]) == 1
