@@ -2,8 +2,9 @@
 
 Through the transfer engine, as in service, into a cache whose layers are allocations of their own, as engines have
 them. Either the layers wait for their groups while the launching thread is in Python between one and the next, as where
-a forward pass is launched kernel by kernel; or all is waited for up front, as where it is one CUDA graph. All paths
-take turns, in an order that rotates. Needs a GPU; `--tiny` runs through all of it anywhere.
+a forward pass is launched kernel by kernel, and the step is light or not; or all of a light step's load is waited for
+up front, as where the pass is one CUDA graph. All paths take turns, in an order that rotates. Needs a GPU; `--tiny`
+runs through all of it anywhere.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.paths.choice import make_path
 from kv_connector.types import Direction
 
-LAUNCHING_SHARE = 0.5  # of the time that a load takes at the link's rate, for the layers that wait for it
+LAUNCHING_SHARE = 0.5  # of the time that a load takes at the link's rate, for the layers that wait for it,
+LAUNCHING_MS = 10.0  # and at most
 OVER_LINK = 0.95
-WAITS = ("by layer", "up front")
+LAYERS, LIGHT_LAYERS, UP_FRONT = "by layer", "by layer in a light step", "up front"
+WAITS = LAYERS, LIGHT_LAYERS, UP_FRONT
 
 
 class Loader:
@@ -53,10 +56,10 @@ class Loader:
         self._path.submitted.clear()
         synchronize()
         start, begin = self._lane.mark(), time.perf_counter()
-        engine.submit_load([case.job(Direction.LOAD, job_id)], is_urgent=waits == "up front")
+        engine.submit_load([case.job(Direction.LOAD, job_id)], is_urgent=waits != LAYERS)
         load = engine._load
         assert load is not None
-        if waits == "up front":
+        if waits == UP_FRONT:
             engine.wait_all()
         else:
             self._launch(launching_ms)
@@ -87,9 +90,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--pieces", default="64,128,256", help="KiB")
     parser.add_argument("--regions", type=int, default=64, help="pieces of a block, a layer each")
-    parser.add_argument("--bytes", default="256,1024", help="MiB of a load")
+    parser.add_argument("--bytes", default="256,1024,4096", help="MiB of a load")
     parser.add_argument("--paths", default="auto,direct,runs,staged")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="a few KiB, to see that it works")
     options = parser.parse_args()
     if options.tiny:
@@ -116,13 +119,14 @@ def measure_case(report: Report, case: Case, names: Sequence[PathName], repeats:
     """All paths and both ways to wait, for pieces of one size and so many bytes."""
     link = median(large_copy_ms(case, Direction.LOAD) for _ in range(repeats))
     loaders = {name.value: Loader(case, name) for name in names}
+    launching_ms = min(LAUNCHING_MS, LAUNCHING_SHARE * link)
     label = f"{size(case.num_bytes)} in pieces of {size(case.piece_bytes)}"
     try:
         for waits in WAITS:
             found: dict[str, list[dict[str, Any]]] = {name: [] for name in loaders}
             for turn in range(repeats + 1):
                 for name in rotated(list(loaders), turn):
-                    found[name].append(loaders[name].load(turn, waits, LAUNCHING_SHARE * link))
+                    found[name].append(loaders[name].load(turn, waits, launching_ms))
             for name, loads in found.items():
                 report_loads(report, case, waits, name, loads[1:], link, label)
     finally:

@@ -25,7 +25,7 @@ from typing import Any
 from ..config import Config
 from ..errors import ConfigError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
-from .costs.curves import BUILT_IN, MOST_LAUNCHED_BYTES, LinkCosts
+from .costs.curves import BUILT_IN, LinkCosts
 from .cuda.streams import Event, Priority, make_lane
 from .memory.host_form import HostForm
 from .memory.host_pool import HostPool
@@ -90,7 +90,7 @@ class TransferEngine:
 
     def submit_load(self, jobs: Sequence[CopyJob], is_urgent: bool = False) -> frozenset[int]:
         """Copy a step's loads, merged; call it before the forward pass. The model waits for the first layer group, and
-        with `is_urgent` for all of them (`BlockCopy.urgent`): they are copied so, unless they are very many bytes.
+        with `is_urgent` for all of them, having nothing else to do: then all is submitted on return.
 
         Device blocks are written behind the current stream's position. Host blocks may be read at once: what is to be
         loaded must have been saved by then, which is when `poll` or `drain` has returned the save's job.
@@ -250,7 +250,6 @@ class TransferEngine:
         slices of blocks."""
         num_bytes = sum(job.num_blocks for job in jobs) * self._form.moved_bytes
         is_awaited = bool(groups)
-        is_urgent = is_urgent and num_bytes <= MOST_LAUNCHED_BYTES
         groups = groups or (range(len(self._form.layout.regions)),)
         submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited, is_urgent)
         self._in_flight.append(submission)

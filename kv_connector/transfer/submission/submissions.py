@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...types import CopyJob, Direction
+from ..costs.curves import MOST_LAUNCHED_BYTES
 from ..cuda.streams import Event
 from ..paths.base import Int64s, Refusals
 
@@ -129,6 +130,14 @@ class Submission:
     def is_whole(self) -> bool:
         """Whether every part was enqueued."""
         return sum(self.part_bytes) == self.num_bytes
+
+    @property
+    def may_be_launched(self) -> bool:
+        """Whether the next part is `BlockCopy.urgent`: the first layer group is, and all of them up to a limit where
+        the step has nothing else to do."""
+        if self.is_urgent:
+            return sum(self.part_bytes) < MOST_LAUNCHED_BYTES
+        return not self.events and len(self.groups) > 1
 
     @property
     def is_lost(self) -> bool:

@@ -26,6 +26,7 @@ from kv_connector.transfer.memory.layout import layer_groups
 from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.transfer.paths.torch import TorchPath
 from kv_connector.transfer.submission import queue as queue_module
+from kv_connector.transfer.submission import submissions as submissions_module
 from kv_connector.transfer.submission.queue import SubmissionQueue, SubmittingThread
 from kv_connector.transfer.submission.submissions import BlockPairs, Part, Submission
 from kv_connector.types import CopyJob, Direction
@@ -458,19 +459,17 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
 
 
 @pytest.mark.parametrize("is_long", [False, True])
-def test_a_load_that_the_model_waits_for_with_nothing_else_to_do_is_urgent_as_a_whole(
+def test_a_load_that_the_model_waits_for_with_nothing_else_to_do_is_submitted_as_a_whole(
     lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch, is_long: bool
 ) -> None:
-    """And submitted as a whole, for the link would have nothing to do until the thread gets on, or the model asks for
-    a layer. Of a very long one only the first group."""
+    """For the link would have nothing to do until the thread gets on, or the model asks for a layer. What is behind the
+    first so many bytes is not urgent."""
     engine, layout, _ = make_engine()
     num_bytes = 8 * raw_form(layout).moved_bytes
-    monkeypatch.setattr(engine_module, "MOST_LAUNCHED_BYTES", num_bytes - is_long)
+    monkeypatch.setattr(submissions_module, "MOST_LAUNCHED_BYTES", num_bytes // 4 if is_long else num_bytes)
     never_submits(engine)
     watched = watch(engine)
     engine.submit_load([job(1, LOAD, list(range(1, 9)), list(range(1, 9)))], is_urgent=True)
-    assert watched.urgent == ([True] if is_long else [True, True])
-    submit_all(engine)
     assert watched.urgent == [True, not is_long]
 
 
