@@ -13,6 +13,7 @@ takes the thread that launches the model 0.8 ms of a hit of 8,192 tokens (SGLang
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -91,7 +92,7 @@ def add_ttft_arguments(kind: type[EngineOptions], parser: argparse.ArgumentParse
     parser.set_defaults(connectors=f"{kind.kinds},{TIMED}")
     parser.add_argument("--lengths", default="2048,8192,32768", help="tokens of the hits; empty: only the start")
     parser.add_argument("--part-length", type=int, default=8192, help="prompt of which 75 %% are hit on the host")
-    parser.add_argument("--prompts", type=int, default=6, help="of each length")
+    parser.add_argument("--prompts", type=int, default=6, help="of the longest length, of others more")
 
 
 def made_tiny(options: argparse.Namespace) -> argparse.Namespace:
@@ -143,7 +144,7 @@ def measure_hits(
             engines.everywhere(probe, prompt(length + TAIL))
         print(f"{'tokens':>7}  {'engine':20} {'computed':>22} {'device hit':>22} {'host hit':>22} ms, median (spread)")
         for length in lengths:
-            measure_length(report, engines, length, options.prompts)
+            measure_length(report, engines, length, num_prompts(options.prompts, length, lengths))
             claim_length(report, length, length * wanted[0].bytes_per_token / link)
             claim_loads(report, length, link)
             report.write(options.json)
@@ -157,25 +158,30 @@ def measure_hits(
         report.rows += [{"part": "failed", "connector": name, "reason": reason} for name, reason in failed]
 
 
+def num_prompts(of_longest: int, length: int, lengths: Sequence[int]) -> int:
+    """More of shorter ones, whose times differ by more of what they are: four times as many of a sixteenth."""
+    return of_longest * round(math.sqrt(max(lengths) / length))
+
+
 def prompt(length: int) -> list[int]:
     """Tokens that no prompt had before."""
     return [int(token) for token in np.random.default_rng(next(_seeds)).integers(3, 500, length)]
 
 
 def in_turn(
-    engines: Engines, num_prompts: int, length: int, but: Sequence[str] = ()
+    engines: Engines, num_turns: int, length: int, but: Sequence[str] = ()
 ) -> Iterator[tuple[Engine, list[int]]]:
     """Every prompt for every engine but some, in an order that rotates from prompt to prompt."""
-    for turn in range(num_prompts):
+    for turn in range(num_turns):
         token_ids = prompt(length)
         for name in rotated([name for name in engines if name not in but], turn):
             yield engines[name], token_ids
 
 
-def measure_length(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
+def measure_length(report: Report, engines: Engines, length: int, num_turns: int) -> None:
     """One length, all engines in turn; a row for each engine and kind of hit."""
     probes: dict[str, list[Probe]] = {name: [] for name in engines}
-    for engine, token_ids in in_turn(engines, num_prompts, length + TAIL):
+    for engine, token_ids in in_turn(engines, num_turns, length + TAIL):
         try:
             probes[engine.name].append(engine.call(probe, token_ids))
         except EngineError as error:
@@ -270,11 +276,11 @@ def claim_loads(report: Report, length: int, link: float) -> None:
             report.claim(claim, row["load_bytes_per_second"] / link, LOAD_OVER_LINK, "of 1", "higher")
 
 
-def measure_part(report: Report, engines: Engines, length: int, num_prompts: int) -> None:
+def measure_part(report: Report, engines: Engines, length: int, num_turns: int) -> None:
     """Part two: 75 % on the host, the rest new."""
     num_hit = length * 3 // 4
     results: dict[str, list[tuple[Sample, dict[str, float]]]] = {}
-    for engine, token_ids in in_turn(engines, num_prompts + 1, length, but=["none"]):
+    for engine, token_ids in in_turn(engines, num_turns + 1, length, but=["none"]):
         try:
             results.setdefault(engine.name, []).append(engine.call(probe_part, token_ids, num_hit))
         except EngineError as error:
