@@ -49,7 +49,7 @@ FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
 LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
 AWAITED = Direction.LOAD, True
-LAUNCHED_MIB = curves.MOST_LAUNCHED_BYTES >> 20
+LAUNCHED_GIB, UP_FRONT_MIB = curves.MOST_LAUNCHED_BYTES >> 30, curves.LAUNCHED_UP_FRONT_BYTES >> 20
 DEFAULTS = config.Config()
 S3 = config.S3Config("bucket")
 STORAGE = config.StorageConfig(path="/data/kv", capacity="1GiB")  # type: ignore[arg-type]
@@ -62,7 +62,8 @@ LIMITS = {
         f"Parts are slices of {paths.SLICE_BYTES >> 20} MiB",
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
-        f"its first {LAUNCHED_MIB} MiB where the step is light",
+        f"all of it, up to {LAUNCHED_GIB} GiB, where the step is light",
+        f"the kernel copies the first {UP_FRONT_MIB} MiB",
         f"in jobs of {fetches._FETCH_BLOCKS} that become matchable",
         f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
         f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
@@ -85,7 +86,8 @@ LIMITS = {
         f"a warning below {100 * copies._LEAST_OF_PLAIN:.0f} % of plain ones",
     ),
     "docs/benchmarks.md": (
-        f"the first {LAUNCHED_MIB} MiB of a load, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",
+        f"{LAUNCHED_GIB} GiB, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",
+        f"one that is waited for up front, as with one CUDA graph, the first {UP_FRONT_MIB} MiB",
         "behind each {} MiB of a load in the background, {} of a save and {} of a load that a step waits for".format(
             *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
         ),
@@ -131,8 +133,8 @@ LIMITS = {
     ),
     "docs/sglang.md": (
         f'{OBJECTS_MIB[0]} MiB or more for `"mooncake"` and {OBJECTS_MIB[1]} MiB for `"s3"`',
-        f"the first {LAUNCHED_MIB} MiB of a load ({(LAUNCHED_MIB << 20) // (128 << 10):,} tokens here)",
-        f"in front of a step that computes a {'sixteenth' if choice._LIGHT == 16 else choice._LIGHT} of its tokens",
+        f"a load of up to {LAUNCHED_GIB} GiB ({(LAUNCHED_GIB << 30) // (128 << 10):,} tokens here), in front of a step "
+        f"that computes a {'sixteenth' if choice._LIGHT == 16 else choice._LIGHT} of its tokens",
     ),
     "docs/storage.md": (
         f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",

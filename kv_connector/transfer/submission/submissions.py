@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 from ...types import CopyJob, Direction
-from ..costs.curves import MOST_LAUNCHED_BYTES
 from ..cuda.streams import Event
 from ..paths.base import Int64s, Refusals
 
@@ -94,7 +93,7 @@ class Submission:
     Its queue brings it as far as submitted (`SubmissionQueue`, which alone writes to what is marked so), on whichever
     thread; the engine looks at it on the model-runner thread. `events[i]` follows part i, which is group i where there
     are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all. A
-    step waits for one that `is_awaited`, and for all of it while it has nothing else to do if it `is_urgent`.
+    step waits for one that `is_awaited`, and has nothing else to do while the first `num_launched` bytes are copied.
     """
 
     direction: Direction
@@ -103,7 +102,7 @@ class Submission:
     num_bytes: int
     parts: Iterator[Part]  # queue: those behind `upcoming`
     is_awaited: bool = False
-    is_urgent: bool = False
+    num_launched: int = 0
     upcoming: Part | None = None  # queue: see `next_part`
     start: Event | None = None  # queue
     events: list[Event] = field(default_factory=list)  # queue
@@ -133,11 +132,9 @@ class Submission:
 
     @property
     def may_be_launched(self) -> bool:
-        """Whether the next part is `BlockCopy.urgent`: the first layer group is, and all of them up to a limit where
-        the step has nothing else to do."""
-        if self.is_urgent:
-            return sum(self.part_bytes) < MOST_LAUNCHED_BYTES
-        return not self.events and len(self.groups) > 1
+        """Whether the next part is `BlockCopy.urgent`: the first layer group always is."""
+        is_first_group = not self.events and len(self.groups) > 1
+        return is_first_group or sum(self.part_bytes) < self.num_launched
 
     @property
     def is_lost(self) -> bool:
