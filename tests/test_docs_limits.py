@@ -49,7 +49,7 @@ FENCES = tuple(leases.LEASE_SECONDS + seconds for seconds in LONGEST)
 LATEST = tuple(leases.LEASE_SECONDS + leases.STILL_SECONDS + 2 * seconds for seconds in LONGEST)
 OBJECTS_MIB = groups.GROUP_BYTES >> 20, s3.GROUP_BYTES >> 20
 AWAITED = Direction.LOAD, True
-LAUNCHED_GIB, UP_FRONT_MIB = curves.MOST_LAUNCHED_BYTES >> 30, curves.LAUNCHED_UP_FRONT_BYTES >> 20
+LAUNCHED_GIB = curves.MOST_LAUNCHED_BYTES >> 30
 DEFAULTS = config.Config()
 S3 = config.S3Config("bucket")
 STORAGE = config.StorageConfig(path="/data/kv", capacity="1GiB")  # type: ignore[arg-type]
@@ -63,7 +63,6 @@ LIMITS = {
         f"one kernel is a copy, {paths.LONG_SLICE_BYTES >> 20} MiB",
         f"copies what takes {curves.DISTURBING_US:.0f} us at most",
         f"all of it, up to {LAUNCHED_GIB} GiB, where the step is light",
-        f"the kernel copies the first {UP_FRONT_MIB} MiB",
         f"in jobs of {fetches._FETCH_BLOCKS} that become matchable",
         f"at most {curves._WORTH_PACKING[Direction.LOAD]} of what DMA takes alone for loads and "
         f"{curves._WORTH_PACKING[Direction.SAVE]} for saves",
@@ -87,7 +86,6 @@ LIMITS = {
     ),
     "docs/benchmarks.md": (
         f"{LAUNCHED_GIB} GiB, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",
-        f"one that is waited for up front, as with one CUDA graph, the first {UP_FRONT_MIB} MiB",
         "behind each {} MiB of a load in the background, {} of a save and {} of a load that a step waits for".format(
             *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
         ),

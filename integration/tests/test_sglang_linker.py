@@ -171,19 +171,19 @@ def test_a_batch_that_computes_little_waits_for_all_of_its_load(
     driver = make()
     names = keys(8)
     driver.save(names[: 8 - num_missing], range(1, 9 - num_missing))
-    light = []
+    urgent = []
     submit = TransferEngine.submit_load
 
-    def watch(engine: TransferEngine, jobs: Sequence[CopyJob], is_light: bool, is_up_front: bool) -> frozenset[int]:
-        light.append(is_light)
-        return submit(engine, jobs, is_light, is_up_front)
+    def watch(engine: TransferEngine, jobs: Sequence[CopyJob], is_urgent: bool = False) -> frozenset[int]:
+        urgent.append(is_urgent)
+        return submit(engine, jobs, is_urgent)
 
     monkeypatch.setattr(TransferEngine, "submit_load", watch)
     num_found = driver.lookup("request", names)
     assert num_found == 8 - num_missing
     assert driver.linker.load("request", driver.transfer(names[:num_found], range(1, 1 + num_found)))
     assert driver.forward()
-    assert light == [not num_missing]
+    assert urgent == [not num_missing]
     driver.check()
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from ..config import Config
 from ..errors import ConfigError, TransferError
 from ..types import CopyJob, Direction, LoadTiming
-from .costs.curves import BUILT_IN, LinkCosts, launched_bytes
+from .costs.curves import BUILT_IN, MOST_LAUNCHED_BYTES, LinkCosts
 from .cuda.streams import Event, Priority, make_lane
 from .memory.host_form import HostForm
 from .memory.host_pool import HostPool
@@ -88,9 +88,9 @@ class TransferEngine:
         self._load: Submission | None = None
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
 
-    def submit_load(self, jobs: Sequence[CopyJob], is_light: bool = False, is_up_front: bool = False) -> frozenset[int]:
+    def submit_load(self, jobs: Sequence[CopyJob], is_urgent: bool = False) -> frozenset[int]:
         """Copy a step's loads, merged; call it before the forward pass. The model waits for the first layer group, and
-        where the step `is_light` for all of them, having hardly anything else to do. `is_up_front`: `wait_all` follows.
+        with `is_urgent` for all of them (`BlockCopy.urgent`): they are copied so, unless they are very many bytes.
 
         Device blocks are written behind the current stream's position. Host blocks may be read at once: what is to be
         loaded must have been saved by then, which is when `poll` or `drain` has returned the save's job.
@@ -106,10 +106,9 @@ class TransferEngine:
         queue = self._queues[Direction.LOAD]
         groups = self._layer_groups(len(host_ids))
         parts = layer_parts(groups, BlockPairs(device_ids, host_ids), queue.lane.position())
-        num_launched = launched_bytes(len(host_ids) * self._form.moved_bytes, is_up_front) if is_light else 0
-        self._load = load = self._begin(Direction.LOAD, moving, parts, groups, num_launched)
+        self._load = load = self._begin(Direction.LOAD, moving, parts, groups, is_urgent)
         queue.put_first(load)
-        if num_launched == load.num_bytes:
+        if load.is_urgent:
             queue.finish(load)  # else the link rests until the thread gets the GIL, or the model asks for a layer
         if load.end is None:
             self._submitters[Direction.LOAD].wake()
@@ -245,14 +244,15 @@ class TransferEngine:
         jobs: Sequence[CopyJob],
         parts: Iterable[Part],
         groups: tuple[range, ...] = (),
-        num_launched: int = 0,
+        is_urgent: bool = False,
     ) -> Submission:
         """In flight from here on, and the caller queues it: in `groups` of layers, which a step waits for, or else in
         slices of blocks."""
         num_bytes = sum(job.num_blocks for job in jobs) * self._form.moved_bytes
         is_awaited = bool(groups)
+        is_urgent = is_urgent and num_bytes <= MOST_LAUNCHED_BYTES
         groups = groups or (range(len(self._form.layout.regions)),)
-        submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited, num_launched)
+        submission = Submission(direction, jobs, groups, num_bytes, iter(parts), is_awaited, is_urgent)
         self._in_flight.append(submission)
         return submission
 

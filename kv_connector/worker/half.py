@@ -164,9 +164,8 @@ class WorkerHalf(KVConnectorWorker):
         loads, background = self._plan.loads, self._plan.background_loads
         self._arrivals.begin((*loads, *background))
         if loads:
-            is_up_front = full_graph or not self._hooked >= self._layers
-            self._fail_loads(self._transfer.submit_load(loads, self._plan.is_light, is_up_front))
-            if is_up_front:
+            self._fail_loads(self._transfer.submit_load(loads, self._plan.is_light))
+            if full_graph or not self._hooked >= self._layers:
                 self._fail_loads(self._transfer.wait_all())
         if background and self._mark is not None:
             self._transfer.submit_background_load(background, self._mark)

@@ -39,14 +39,10 @@ tokens of host hits of 2,048 and 8,192 tokens in segments of 128 KiB: 17.4 and 3
 (SGLang, H200, 2026-11-26, `sglang_ttft_paths_h200.json`); in other runs, which were not kept, later by DMA, and 21.5
 and 36.0, and packed 19.9 and 39.3 (2026-11-25)."""
 MOST_LAUNCHED_BYTES = 1 << 30
-"""Of a load that a light step waits for layer by layer, and that is copied so as a whole: it moves at 0.92 of the link,
-DMA and packing at 0.97 to 0.99, and of a long load that is more than what a launch saves. First tokens of host hits of
-4 GiB: 98.8 ms so and 95.5 packed in SGLang (`sglang_ttft_paths_32k_h200.json`)."""
-LAUNCHED_UP_FRONT_BYTES = 256 << 20
-"""Of a load that a light step waits for up front, the first ones, which are copied so: the rest is submitted while they
-are. Shares of the link (H200, 2026-11-28, `awaited_h200.json`): of 256 MiB the kernel moves 0.88, DMA 0.89 to 0.93 and
-packing 0.88 to 0.91, but they keep the submitting thread for 1 to 3 ms more; of 1 GiB 0.89 to 0.91, 0.96 to 0.97 and
-0.92 to 0.95."""
+"""Of a load that is copied so as a whole: it moves at 0.92 of the link, DMA and packing at 0.97 to 0.99, and of a long
+load that is more than what a launch saves. First tokens of host hits of 4 GiB: 98.8 ms so and 95.5 packed in SGLang
+(`sglang_ttft_paths_32k_h200.json`), 101.9 so in vLLM (`vllm_ttft_0320_h200.json`), where DMA took 95.5 on another
+day."""
 _WORTH_PACKING = {Direction.LOAD: 0.97, Direction.SAVE: 0.9}
 """Packing is chosen where it takes less than this share of DMA's time: it takes multiprocessors and memory bandwidth,
 which DMA does not."""
@@ -174,14 +170,6 @@ class LinkCosts:
     def encode(self) -> str:
         """As JSON; see `decode`."""
         return json.dumps(asdict(self), indent=1)
-
-
-def launched_bytes(num_bytes: int, is_up_front: bool) -> int:
-    """Of a load that a light step waits for, the first ones, which are `BlockCopy.urgent`; `is_up_front`: it waits for
-    all of it before it computes anything."""
-    if is_up_front:
-        return min(num_bytes, LAUNCHED_UP_FRONT_BYTES)
-    return num_bytes if num_bytes <= MOST_LAUNCHED_BYTES else 0
 
 
 def decode(text: str, name: str) -> LinkCosts:

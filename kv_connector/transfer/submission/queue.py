@@ -189,6 +189,7 @@ class SubmissionQueue:
             submission.end = HostEvent()
 
     def _copy(self, submission: Submission, path: CopyPath, part: Part) -> bool:
+        is_first_of_many = not submission.events and len(submission.groups) > 1
         regions, pairs, _ = part
         copy = BlockCopy(
             submission.direction,
@@ -196,7 +197,7 @@ class SubmissionQueue:
             pairs.device_ids,
             pairs.host_ids,
             self.lane.stream,
-            submission.may_be_launched,
+            submission.is_urgent or is_first_of_many,
             submission.refusals,
             submission.is_awaited,
         )

@@ -93,7 +93,7 @@ class Submission:
     Its queue brings it as far as submitted (`SubmissionQueue`, which alone writes to what is marked so), on whichever
     thread; the engine looks at it on the model-runner thread. `events[i]` follows part i, which is group i where there
     are several, and has `part_bytes[i]` bytes; `end` follows everything that was enqueued. Of `num_bytes` in all. A
-    step waits for one that `is_awaited`, and has nothing else to do while the first `num_launched` bytes are copied.
+    step waits for one that `is_awaited`, and for all of it while it has nothing else to do if it `is_urgent`.
     """
 
     direction: Direction
@@ -102,7 +102,7 @@ class Submission:
     num_bytes: int
     parts: Iterator[Part]  # queue: those behind `upcoming`
     is_awaited: bool = False
-    num_launched: int = 0
+    is_urgent: bool = False
     upcoming: Part | None = None  # queue: see `next_part`
     start: Event | None = None  # queue
     events: list[Event] = field(default_factory=list)  # queue
@@ -129,12 +129,6 @@ class Submission:
     def is_whole(self) -> bool:
         """Whether every part was enqueued."""
         return sum(self.part_bytes) == self.num_bytes
-
-    @property
-    def may_be_launched(self) -> bool:
-        """Whether the next part is `BlockCopy.urgent`: the first layer group always is."""
-        is_first_group = not self.events and len(self.groups) > 1
-        return is_first_group or sum(self.part_bytes) < self.num_launched
 
     @property
     def is_lost(self) -> bool:

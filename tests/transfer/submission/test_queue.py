@@ -20,7 +20,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kv_connector.config import PathName
 from kv_connector.errors import TransferError
 from kv_connector.transfer import engine as engine_module
-from kv_connector.transfer.costs import curves
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.layout import layer_groups
@@ -169,15 +168,15 @@ class QueuesMachine(RuleBasedStateMachine):
         self.jobs.update({job.job_id: job for job in jobs})
         self.engine.submit_background_load(jobs, self.engine.mark())
 
-    @rule(counts=st.lists(st.integers(1, 4), min_size=1, max_size=2), is_light=st.booleans())
-    def load(self, counts: list[int], is_light: bool) -> None:
+    @rule(counts=st.lists(st.integers(1, 4), min_size=1, max_size=2), is_urgent=st.booleans())
+    def load(self, counts: list[int], is_urgent: bool) -> None:
         self.engine.wait_all()  # as every step does in the end
         jobs = [self._job(LOAD, count) for count in counts]
         in_line = self._in_line(LOAD)
         calls = len(self.path.urgent)
-        failed = self.engine.submit_load(jobs, is_light)
+        failed = self.engine.submit_load(jobs, is_urgent)
         assert failed in (frozenset(), {j.job_id for j in jobs if j.num_blocks})
-        if is_light:
+        if is_urgent:
             assert self._in_line(LOAD) == in_line, "all of it at once, and nothing of what others have queued"
         elif any(j.num_blocks for j in jobs):
             assert len(self.path.urgent) == calls + 1, "the first group at once, and nothing else"
@@ -458,20 +457,18 @@ def test_a_step_s_loads_go_before_those_in_line(lanes: list[ManualLane]) -> None
     assert watched.urgent == [True, False, False]
 
 
-@pytest.mark.parametrize("is_up_front", [False, True])
 @pytest.mark.parametrize("is_long", [False, True])
-def test_a_load_of_a_light_step_is_urgent_and_submitted_as_a_whole(
-    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch, is_long: bool, is_up_front: bool
+def test_a_load_that_the_model_waits_for_with_nothing_else_to_do_is_urgent_as_a_whole(
+    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch, is_long: bool
 ) -> None:
-    """For the link would have nothing to do until the thread gets on, or the model asks for a layer. Of a very long one
-    the first group alone, or so many bytes where the step waits for all of it before it computes anything."""
+    """And submitted as a whole, for the link would have nothing to do until the thread gets on, or the model asks for
+    a layer. Of a very long one only the first group."""
     engine, layout, _ = make_engine()
     num_bytes = 8 * raw_form(layout).moved_bytes
-    limit = "LAUNCHED_UP_FRONT_BYTES" if is_up_front else "MOST_LAUNCHED_BYTES"
-    monkeypatch.setattr(curves, limit, num_bytes // 4 if is_long else num_bytes)
+    monkeypatch.setattr(engine_module, "MOST_LAUNCHED_BYTES", num_bytes - is_long)
     never_submits(engine)
     watched = watch(engine)
-    engine.submit_load([job(1, LOAD, list(range(1, 9)), list(range(1, 9)))], True, is_up_front)
+    engine.submit_load([job(1, LOAD, list(range(1, 9)), list(range(1, 9)))], is_urgent=True)
     assert watched.urgent == ([True] if is_long else [True, True])
     submit_all(engine)
     assert watched.urgent == [True, not is_long]
