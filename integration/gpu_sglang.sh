@@ -24,7 +24,7 @@ source integration/gpu_parts.sh sglang
 
 for part in "${parts[@]}"; do
     case $part in
-        ttft) bench sglang_ttft "$part" ;;
+        ttft) bench sglang_ttft "$part" --prompts 4 ;; # 3 s each: to clear the device is to fill it
         misses)
             bench sglang_serving "$part" --limit "$((limit - 25))" --answers '' --rounds 15 --connectors none,hicache,ours
             ;;

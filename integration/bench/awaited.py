@@ -56,7 +56,7 @@ class Loader:
         self._path.submitted.clear()
         synchronize()
         start, begin = self._lane.mark(), time.perf_counter()
-        engine.submit_load([case.job(Direction.LOAD, job_id)], waits != LAYERS, waits == UP_FRONT)
+        engine.submit_load([case.job(Direction.LOAD, job_id)], is_urgent=waits != LAYERS)
         load = engine._load
         assert load is not None
         if waits == UP_FRONT:

@@ -86,6 +86,28 @@ def small_copies(result: Result) -> list[str]:
     return [*wrapped(text), "", *lines]
 
 
+def awaited(result: Result) -> list[str]:
+    """A table of loads that a step waits for, of each size, by way, and by how the step waits."""
+    rows = result["rows"]
+    text = (
+        f"{named(result)}: loads that a step waits for, share of the link that they reach, median of "
+        f"{len(rows[0]['all_ms'])}; layer by layer, while the launching thread is in Python for half of the time that "
+        f"the load has at the link's rate, and up front. {held_or_bold(result['claims'])}"
+    )
+    ways = ("runs", "staged", "direct")
+    lines = head(line("a load, pieces", "waited for", "ours", *(_WAYS[name] for name in ways)))
+    shares = {
+        (row["num_bytes"], row["piece_bytes"], row["waits"], row["path"]): row["link_ms"] / median(row["all_ms"])
+        for row in rows
+    }
+    for num_bytes, piece, waits in dict.fromkeys(key[:3] for key in shares):
+        load, pieces = f"{num_bytes >> 20} MiB", f"{piece >> 10} KiB"
+        claim = f"share_of_link_{load} in pieces of {pieces} waited for {waits}".replace(" ", "_")
+        cells = [f"{shares[num_bytes, piece, waits, name]:.3f}" for name in ways]
+        lines.append(line(f"{load}, {pieces}", waits, marked(result["claims"][claim], 3), *cells))
+    return [*wrapped(text), "", *lines]
+
+
 def submitting(*results: Result) -> list[str]:
     """A table of what it takes to submit copies, a column for each result."""
     titles = [f"{result['hardware']['gpu'].split()[1]}, {result['commit'][:7]}" for result in results]

@@ -14,8 +14,7 @@ RESULTS = (
     "vllm_regimes_choice_0320_h200",
     "vllm_ttft_0320_alone_h200",
     "vllm_misses_0320_h200",
-    "sglang_serving_1x_h200",
-    "sglang_serving_2x_h200",
+    "sglang_serving_h200",
     "sglang_ttft_short_h200",
     "sglang_ttft_alone_h200",
     "sglang_misses_h200",
@@ -27,14 +26,14 @@ _SIGNS = {"higher": "≥", "lower": "≤"}
 
 def table(*results: Result) -> list[str]:
     """A line for each kind of measurement, and below what all have in common; `results` are `RESULTS`, in order."""
-    half, small, large, first, misses, *in_sglang, short_in_sglang, first_in_sglang, misses_in_sglang = results
+    half, small, large, first, misses, in_sglang, short_in_sglang, first_in_sglang, misses_in_sglang = results
     titles = ("", "ours", "best of the others", "ours over it", "goal", "commit")
     return [
         *head(line(*titles)),
         *(each for result in (half, small, large) for each in _chats_in_vllm(result)),
         _first_tokens("vLLM", first),
         _misses("vLLM", misses),
-        *(_chats_in_sglang(result) for result in in_sglang),
+        *_chats_in_sglang(in_sglang),
         _first_tokens("SGLang", short_in_sglang),
         _first_tokens("SGLang", first_in_sglang),
         _misses("SGLang", misses_in_sglang),
@@ -70,12 +69,13 @@ def _chats_in_vllm(result: Result) -> Iterator[str]:
         yield _chats("vLLM", host, turns, result)
 
 
-def _chats_in_sglang(result: Result) -> str:
-    engines: dict[int, dict[str, float]] = {}
-    rows = rows_of("chats", result)
-    for row in rows:
-        engines.setdefault(row["answer"], {})[row["connector"]] = row["turns_per_second"]
-    return _chats("SGLang", rows[0]["host_share"], engines, result)
+def _chats_in_sglang(result: Result) -> Iterator[str]:
+    engines: dict[float, dict[int, dict[str, float]]] = {}
+    for row in rows_of("chats", result):
+        by_answer = engines.setdefault(row["host_share"], {}).setdefault(row["answer"], {})
+        by_answer[row["connector"]] = row["turns_per_second"]
+    for host, turns in engines.items():
+        yield _chats("SGLang", host, turns, result)
 
 
 def _chats(engine: str, host: float, turns: Mapping[int, Mapping[str, float]], result: Result) -> str:
