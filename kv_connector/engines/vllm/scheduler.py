@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -157,27 +157,30 @@ class SchedulerRole:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM
         looks for its request among those that load or run: not where the load was announced and the request waits for
-        room, nor where the next step's plan has preempted it. And where it has planned on it takes the answer of the
-        next step for the request's, and caches what that computes; so it does where its runner counts on. Raised here
-        and not by a worker: other stages of a pipeline wait for what it computes. With a window alone, and told of
-        blocks, as older versions are, it goes on behind blocks that were never loaded.
+        room, which is computed all the same, nor where the next step's plan has preempted it. And where it has planned
+        on it takes the answer of the next step for the request's, and caches what that computes; so it does where its
+        runner counts on. Raised here and not by a worker: other stages of a pipeline wait for what it computes. With a
+        window alone, and told of blocks, as older versions are, it goes on behind blocks that were never loaded.
         """
         self._sessions.taken_in()
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
-                if _is_overlooked(self._live[request_id]):
+                request, tables = self._live[request_id], self.half.block_ids(request_id)
+                waits = request.status in _WAITS
+                holds = any(not output.invalid_block_ids.isdisjoint(ids) for ids in tables)
+                if waits and _may_take_output(request, holds):
                     raise KVConnectorError(
-                        f"the load of request {request_id} failed twice, and vLLM, which has no room for the request, "
+                        f"the load of request {request_id} failed twice, and vLLM, which has preempted the request, "
                         "would give it wrong tokens: a smaller --max-num-seqs or more device memory leaves room"
                     )
-                if self.shape.recomputes and not may_truncate(self.shape.groups):
+                if (waits or self.shape.recomputes) and not may_truncate(self.shape.groups):
                     raise KVConnectorError(
                         f"the load of request {request_id} failed twice, and this vLLM would compute it with wrong "
                         "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would "
                         "end instead, and with vLLM 0.32 it would be computed"
                     )
-                if self.shape.recomputes:
-                    self._compute_from(request_id, output.invalid_block_ids)
+                if waits or self.shape.recomputes:
+                    self._compute_from(request, tables, output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
@@ -189,15 +192,16 @@ class SchedulerRole:
                 )
             self.half.update_connector_output(meta.reports)
 
-    def _compute_from(self, request_id: str, lost: Collection[int]) -> None:
+    def _compute_from(self, request: Request, tables: Sequence[Sequence[int]], lost: Collection[int]) -> None:
         """Of requests that share a block that was not loaded, vLLM has the first one compute it and has the others go
         on behind it: with wrong tokens if that one is aborted, preempted or slower. So each computes for itself. vLLM
         has looked at the failure before it calls, and has thrown away what the step has sampled for all of them."""
-        tables, request = self.half.block_ids(request_id), self._live[request_id]
         for size, ids in zip(self.shape.block_sizes, tables, strict=False):
             first = next((n for n, block_id in enumerate(ids) if block_id in lost), None)
             if first is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * size)
+        if request.status in _WAITS and not request.num_computed_tokens:
+            request.skip_reading_prefix_cache = True  # vLLM finds no room for a hit of one that has its blocks already
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
@@ -238,11 +242,13 @@ class SchedulerRole:
         self.half.shutdown()
 
 
-def _is_overlooked(request: Request) -> bool:
-    """Whether vLLM takes a request that waits for one whose blocks are filled, or keeps what a step in flight brings
-    for it. Older versions do not say that they drop that."""
-    keeps_output = not getattr(request, "drop_stale_output", False)
-    return request.status in _WAITS and (request.num_computed_tokens > 0 or keeps_output)
+def _may_take_output(request: Request, holds: bool) -> bool:
+    """Whether vLLM keeps what a step in flight brings for a request that waits: for one that was preempted. It has
+    admitted none again, so that it `holds` blocks, before that came; older versions do not say that they wait for it,
+    nor that they drop it."""
+    if hasattr(request, "drop_stale_output"):
+        return not holds and not request.drop_stale_output
+    return not holds or request.status == RequestStatus.PREEMPTED
 
 
 def _may_hold_blocks(request: Request) -> bool:

@@ -153,7 +153,7 @@ VLLM: tuple[Mutant, ...] = (
         (
             Patch(
                 f"{_FOLDER}/scheduler.py",
-                "if self.shape.recomputes and not may_truncate(self.shape.groups):",
+                "if (waits or self.shape.recomputes) and not may_truncate(self.shape.groups):",
                 "if False:",
             ),
         ),
@@ -225,8 +225,19 @@ VLLM: tuple[Mutant, ...] = (
     ),
     _mutant(
         "overlooked-continued",
-        "a request that vLLM does not look at continues with a load that has failed",
-        Patch(f"{_FOLDER}/scheduler.py", "if _is_overlooked(self._live[request_id]):", "if False:"),
+        "a request that was preempted continues with what a step made of a load that has failed",
+        Patch(f"{_FOLDER}/scheduler.py", "if waits and _may_take_output(request, holds):", "if False:"),
+        f"{_TESTS}/test_vllm_failed_loads.py"
+        "::test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens",
+    ),
+    _mutant(
+        "waiting-trusted",
+        "a request that waits for room, where vLLM does not look, continues with a load that has failed",
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "                if waits or self.shape.recomputes:\n",
+            "                if False:\n",
+        ),
         f"{_TESTS}/test_vllm_failed_loads.py"
         "::test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens",
     ),
