@@ -55,7 +55,13 @@ def fail_and_give_up(engine: VllmEngine, prompt: list[int], in_the_step: bool) -
 
 
 @pytest.mark.parametrize(
-    ("failure", "in_the_step", "ahead"), [("fail", True, True), ("fail", True, False), ("recompute", False, False)]
+    ("failure", "in_the_step", "ahead"),
+    [
+        ("fail", True, True),
+        ("fail", True, False),
+        ("recompute", False, False),
+        ("recompute", True, True),
+    ],
 )
 def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch, failure: str, in_the_step: bool, ahead: bool
@@ -156,8 +162,8 @@ def test_with_windows_alone_a_load_that_fails_gives_no_wrong_token(folder: Path,
 def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request waits, where vLLM looks for nobody: with its blocks it is computed, and without them it has been
-    preempted, and a step in flight may have read what was not loaded."""
+    """Its request waits, where vLLM looks for nobody: without its blocks it has been preempted, and a step in flight
+    may have read what was not loaded. With them it is computed, see `test_vllm_no_room.py`."""
     from vllm.v1.request import RequestStatus
 
     with running(folder) as engine:
@@ -176,7 +182,11 @@ def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_to
             tables = [blocks]
             monkeypatch.setattr(role.half, "block_ids", lambda request_id, tables=tables: tables)
             role._live["waits"] = request = SimpleNamespace(
-                status=status, num_computed_tokens=64, drop_stale_output=drops_output, skip_reading_prefix_cache=False
+                request_id="waits",
+                status=status,
+                num_computed_tokens=64 if blocks else 0,
+                drop_stale_output=drops_output,
+                skip_reading_prefix_cache=False,
             )
             if ends:
                 with pytest.raises(KVConnectorError, match="the load of request waits failed twice"):
@@ -184,7 +194,7 @@ def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_to
                 continue
             role.update_connector_output(output)
             is_told = status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and 6 in blocks
-            assert request.num_computed_tokens == (blocks.index(6) * BLOCK_SIZE if is_told else 64)
+            assert request.num_computed_tokens == (blocks.index(6) * BLOCK_SIZE if is_told else 64 if blocks else 0)
             assert request.skip_reading_prefix_cache == (is_told and blocks[0] == 6)
         del role._live["waits"]
         monkeypatch.undo()

@@ -75,6 +75,7 @@ class SchedulerRole:
         self._farther_tokens = 0, 0  # of the request admitted last: those of other engines, and of storage
         self._blocks: PoolBlocks | None = None
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
+        self._begun_anew: set[str] = set()  # that wait with blocks of which nothing was loaded, and may hit nothing
         self._sessions = Sessions()
         self._feed = StatsFeed()
         self._tenants = self.half.tenant_stats if config.tenants else dict
@@ -114,6 +115,9 @@ class SchedulerRole:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """After an asynchronous load vLLM calls again, without a lookup: all of it is on the device by then."""
         num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
+        if request.request_id in self._begun_anew:
+            self._begun_anew.remove(request.request_id)
+            request.skip_reading_prefix_cache = False
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
         self._told[request.request_id] = tables
@@ -163,27 +167,32 @@ class SchedulerRole:
         window alone, and told of blocks, as older versions are, it goes on behind blocks that were never loaded.
         """
         self._sessions.taken_in()
+        may_take_output = False
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
                 request, tables = self._live[request_id], self.half.block_ids(request_id)
                 waits = request.status in _WAITS
                 holds = any(not output.invalid_block_ids.isdisjoint(ids) for ids in tables)
-                if waits and _may_take_output(request, holds):
+                takes_output = _may_take_output(request, holds)
+                may_take_output |= takes_output
+                if waits and (takes_output or not may_truncate(self.shape.groups)):
                     raise KVConnectorError(
-                        f"the load of request {request_id} failed twice, and vLLM, which has preempted the request, "
-                        "would give it wrong tokens: a smaller --max-num-seqs or more device memory leaves room"
+                        f"the load of request {request_id} failed twice, and vLLM, which has preempted the request or "
+                        "has no room for it, would give it wrong tokens: a smaller --max-num-seqs or more device "
+                        "memory leaves room"
                     )
-                if (waits or self.shape.recomputes) and not may_truncate(self.shape.groups):
+                if self.shape.recomputes and not may_truncate(self.shape.groups):
                     raise KVConnectorError(
                         f"the load of request {request_id} failed twice, and this vLLM would compute it with wrong "
                         "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would "
                         "end instead, and with vLLM 0.32 it would be computed"
                     )
-                if waits or self.shape.recomputes:
+                if holds and (waits or self.shape.recomputes):
                     self._compute_from(request, tables, output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
-            if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
+            has_failed_in_step = any(report.has_failed_in_step for report in meta.reports)
+            if self.shape.recomputes_wrongly and has_failed_in_step and may_take_output:
                 raise KVConnectorError(
                     f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, with "
                     "asynchronous scheduling, a pipeline or Model Runner V2, would continue with wrong tokens: with "
@@ -201,11 +210,14 @@ class SchedulerRole:
             if first is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * size)
         if request.status in _WAITS and not request.num_computed_tokens:
-            request.skip_reading_prefix_cache = True  # vLLM finds no room for a hit of one that has its blocks already
+            # vLLM looks for a hit of it, and has no place for one where a request has its blocks already.
+            request.skip_reading_prefix_cache = True
+            self._begun_anew.add(request.request_id)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
         self._live.pop(request.request_id, None)
+        self._begun_anew.discard(request.request_id)
         self._sessions.forget(request.request_id)
         if self._events is not None:
             self._events.forget(request.request_id)
@@ -243,12 +255,14 @@ class SchedulerRole:
 
 
 def _may_take_output(request: Request, holds: bool) -> bool:
-    """Whether vLLM keeps what a step in flight brings for a request that waits: for one that was preempted. It has
-    admitted none again, so that it `holds` blocks, before that came; older versions do not say that they wait for it,
-    nor that they drop it."""
+    """Whether vLLM may keep what a step has made for a request of blocks that were not loaded, which the request
+    `holds` or has lost. One that waits and holds them has run in no step since it was admitted; where it was preempted
+    before, it was admitted anew when the output of older steps had come, or is dropped. Older versions say neither."""
+    if request.status not in (*_WAITS, RequestStatus.WAITING_FOR_REMOTE_KVS):
+        return True
     if hasattr(request, "drop_stale_output"):
         return not holds and not request.drop_stale_output
-    return not holds or request.status == RequestStatus.PREEMPTED
+    return not holds or request.num_preemptions > 0
 
 
 def _may_hold_blocks(request: Request) -> bool:

@@ -1,0 +1,167 @@
+"""Announced loads that fail twice in a real vLLM engine while their requests wait for room: those are computed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    VllmEngine,
+    prompts,
+    running,
+    schedule_ahead,
+    transfer_config,
+    vllm_version,
+)
+from tests.waiting import ANSWER_SECONDS, until
+
+NUM_BLOCKS = 40  # one is vLLM's null block
+NUM_HELD = 25 * BLOCK_SIZE  # slots of the blocks that the other request has when the waiting one is admitted
+(WAITING,) = prompts(1, seed=5)  # 13 full blocks, and a 14th
+(OTHER,) = prompts(1, NUM_HELD - 10, seed=6)
+SHARING = [*WAITING[:-4], 5, 6, 7, 8]
+NUM_TOKENS = {"waiting": 8, "sharing": 8, "other": 28}
+
+
+class Crowded:
+    """An engine in which a request waits for room behind a load that was announced and has not begun: the other one has
+    taken the last block, and keeps it for a while."""
+
+    def __init__(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engine = engine
+        self.answers: dict[str, list[int]] = {}
+        self.begun_anew: list[int] = []  # tokens that are left of a request that vLLM does not look for
+        role = engine.scheduler.connector._scheduler
+        compute_from = role._compute_from
+
+        def count(request: Any, *rest: Any) -> None:
+            compute_from(request, *rest)
+            if request.status.name == "WAITING":
+                self.begun_anew.append(request.num_computed_tokens)
+
+        monkeypatch.setattr(role, "_compute_from", count)
+
+    def ask(self, name: str, prompt: list[int]) -> None:
+        """The prompt is asked under this name."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS[name], ignore_eos=True, detokenize=False)
+        self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> None:
+        """One step; answers that are complete are kept."""
+        for output in self.engine.llm.llm_engine.step():
+            if output.finished:
+                self.answers[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+
+    def request(self, name: str) -> Any:
+        """vLLM's own."""
+        return next(r for i, r in self.engine.scheduler.requests.items() if i.split("-")[0] == name)
+
+    def fill(self) -> None:
+        """Until the waiting request has been told that it is received, and vLLM has found no room for it."""
+        self.ask("other", OTHER)
+        self.step()
+        until(lambda: self.request("other").num_computed_tokens >= NUM_HELD - 1, self.step, self.engine.stats)
+        assert self.request("other").num_computed_tokens == NUM_HELD - 1, "its next token but one takes a block"
+        self.engine.hold_loads(True)
+        self.ask("waiting", WAITING)
+        self.step()
+        assert self.request("waiting").status.name == "WAITING_FOR_REMOTE_KVS"
+        until(lambda: self.request("waiting").status.name == "WAITING", self.step, self.engine.stats)
+        assert not self.engine.pool.get_num_free_blocks() and self.request("waiting").num_computed_tokens
+
+    def fail(self) -> None:
+        """The load begins and fails."""
+        self.engine.break_loads(True)
+        self.engine.hold_loads(False)
+        until(lambda: self.engine.stats().get("failed_load_jobs", 0) == 1, self.step, self.engine.stats)
+        self.engine.break_loads(False)
+
+    def end(self) -> dict[str, list[int]]:
+        """The answers, of all that were asked."""
+        until(
+            lambda: not self.engine.llm.llm_engine.has_unfinished_requests(),
+            self.step,
+            self.engine.stats,
+            ANSWER_SECONDS,
+        )
+        return self.answers
+
+    def forget_device(self, num_kept: int = 0) -> None:
+        """All but the first blocks of the waiting prompt, and other bytes lie in the rest."""
+        self.engine.drain()
+        assert self.engine.llm.reset_prefix_cache()
+        self.engine.alone(prompts(6, seed=9))
+        self.engine.drain()
+        assert self.engine.llm.reset_prefix_cache()
+        if num_kept:
+            self.engine.alone([WAITING[: num_kept * BLOCK_SIZE + 1]], 1)
+            self.engine.drain()
+
+
+@pytest.fixture(scope="module")
+def computed(models: Path) -> dict[str, list[int]]:
+    """The answers of an engine without the connector, that computes each alone."""
+    asked = {"waiting": WAITING, "sharing": SHARING, "other": OTHER}
+    with running(models, num_blocks=160, kv_transfer_config=None, enable_prefix_caching=False) as engine:
+        return {name: engine.generate([prompt], NUM_TOKENS[name])[0] for name, prompt in asked.items()}
+
+
+@pytest.mark.parametrize("num_kept", [0, 3])
+@pytest.mark.parametrize("failure", ["recompute", "fail"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("given_up", ["", "before", "behind"])
+def test_who_waits_for_room_behind_a_load_that_fails_is_computed(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    computed: dict[str, list[int]],
+    given_up: str,
+    ahead: bool,
+    failure: str,
+    num_kept: int,
+) -> None:
+    """Also where its client goes away before the load fails or behind that, and with another one that shares what was
+    not loaded. Later ones find what these have computed, on the device and on the host."""
+    if ahead:
+        if vllm_version().startswith("0.20"):
+            pytest.skip("its runner plans ahead on GPUs only")
+        schedule_ahead(monkeypatch)
+    settings = {"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000}
+    config = transfer_config(settings, kv_load_failure_policy=failure)
+    expected = dict(computed)
+    with running(models, num_blocks=NUM_BLOCKS, kv_transfer_config=config) as engine:
+        assert (engine.core.batch_queue_size == 2) == ahead
+        crowded = Crowded(engine, monkeypatch)
+        engine.alone([WAITING])
+        crowded.forget_device()
+        engine.alone([WAITING])  # from the host: how long loads take is known from here on
+        assert engine.stats()["async_loads"] == 1
+        crowded.forget_device(num_kept)
+        crowded.fill()
+        crowded.ask("sharing", SHARING)
+        crowded.step()
+        if given_up == "before":
+            engine.abort([crowded.request("waiting").request_id])
+        crowded.fail()
+        assert crowded.begun_anew == ([] if given_up == "before" else [num_kept * BLOCK_SIZE])
+        if given_up == "behind":
+            engine.abort([crowded.request("waiting").request_id])
+        if given_up:
+            del expected["waiting"]
+        else:
+            assert crowded.request("waiting").status.name == "WAITING"
+        assert crowded.end() == expected
+        asked = [WAITING, SHARING]
+        again = [computed["waiting"], computed["sharing"]]
+        assert engine.alone(asked) == again, "from the device"
+        crowded.forget_device()
+        hits = engine.stats()["host_hit_tokens"]
+        assert engine.alone(asked) == again, "from the host"
+        assert engine.stats()["host_hit_tokens"] > hits
+        engine.check_all_free()
