@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ NUM_HELD = 25 * BLOCK_SIZE  # slots of the blocks that the other request has whe
 (WAITING,) = prompts(1, seed=5)  # 13 full blocks, and a 14th
 (OTHER,) = prompts(1, NUM_HELD - 10, seed=6)
 SHARING = [*WAITING[:-4], 5, 6, 7, 8]
-NUM_TOKENS = {"waiting": 8, "sharing": 8, "other": 28}
+ALIKE = [*WAITING[: 13 * BLOCK_SIZE], *OTHER[13 * BLOCK_SIZE :]]
+NUM_TOKENS = {"waiting": 16, "sharing": 8, "other": 28, "alike": 28}
 
 
 class Crowded:
@@ -41,16 +44,19 @@ class Crowded:
 
         def count(request: Any, *rest: Any) -> None:
             compute_from(request, *rest)
-            if request.status.name == "WAITING":
+            if request.status.name in ("WAITING", "PREEMPTED"):
                 self.begun_anew.append(request.num_computed_tokens)
 
         monkeypatch.setattr(role, "_compute_from", count)
 
     def ask(self, name: str, prompt: list[int]) -> None:
-        """The prompt is asked under this name."""
+        """The prompt is asked under this name; one that is alike hits nothing, and is cached on the device alone."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS[name], ignore_eos=True, detokenize=False)
+        if name == "alike":
+            params.skip_reading_prefix_cache = True
+            params.extra_args = {"kv_transfer_params": {"cache": {"do_not_cache": True}}}
         self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
 
     def step(self) -> None:
@@ -66,14 +72,32 @@ class Crowded:
     def fill(self) -> None:
         """Until the waiting request has been told that it is received, and vLLM has found no room for it."""
         self.ask("other", OTHER)
-        self.step()
-        until(lambda: self.request("other").num_computed_tokens >= NUM_HELD - 1, self.step, self.engine.stats)
-        assert self.request("other").num_computed_tokens == NUM_HELD - 1, "its next token but one takes a block"
+        self._go_on("other")
         self.engine.hold_loads(True)
         self.ask("waiting", WAITING)
+        self._receive("WAITING")
+
+    def fill_anew(self) -> None:
+        """The same of one that has run and was preempted, beside one that computes the same blocks for itself since."""
+        self.ask("waiting", WAITING)
         self.step()
-        assert self.request("waiting").status.name == "WAITING_FOR_REMOTE_KVS"
-        until(lambda: self.request("waiting").status.name == "WAITING", self.step, self.engine.stats)
+        until(lambda: self.request("waiting").status.name == "RUNNING", self.step, self.engine.stats)
+        self.ask("alike", ALIKE)  # behind the other one, also when both begin anew
+        self._go_on("alike")
+        assert self.request("waiting").num_output_tokens > 1
+        self.engine.hold_loads(True)
+        assert self.engine.llm.reset_prefix_cache(reset_running_requests=True)
+        self._receive("PREEMPTED")
+
+    def _go_on(self, name: str) -> None:
+        """Until this one's next token but one takes a block."""
+        self.step()
+        until(lambda: self.request(name).num_computed_tokens >= NUM_HELD - 1, self.step, self.engine.stats)
+        assert self.request(name).num_computed_tokens == NUM_HELD - 1
+
+    def _receive(self, status: str) -> None:
+        for wanted in ("WAITING_FOR_REMOTE_KVS", status):
+            until(lambda wanted=wanted: self.request("waiting").status.name == wanted, self.step, self.engine.stats)
         assert not self.engine.pool.get_num_free_blocks() and self.request("waiting").num_computed_tokens
 
     def fail(self) -> None:
@@ -82,6 +106,11 @@ class Crowded:
         self.engine.hold_loads(False)
         until(lambda: self.engine.stats().get("failed_load_jobs", 0) == 1, self.step, self.engine.stats)
         self.engine.break_loads(False)
+
+    def run(self) -> None:
+        """Until there is room for the waiting request, which may hit what it wants from then on."""
+        until(lambda: self.request("waiting").status.name == "RUNNING", self.step, self.engine.stats)
+        assert not self.request("waiting").skip_reading_prefix_cache
 
     def end(self) -> dict[str, list[int]]:
         """The answers, of all that were asked."""
@@ -92,6 +121,17 @@ class Crowded:
             ANSWER_SECONDS,
         )
         return self.answers
+
+    def check_what_is_cached(self, computed: dict[str, list[int]]) -> None:
+        """What these requests have computed gives the same answers, from the device and from the host."""
+        asked = [(WAITING, NUM_TOKENS["waiting"]), (SHARING, NUM_TOKENS["sharing"])]
+        expected = [computed["waiting"], computed["sharing"]]
+        assert [self.engine.generate([p], n)[0] for p, n in asked] == expected
+        self.forget_device()
+        hits = self.engine.stats()["host_hit_tokens"]
+        assert [self.engine.generate([p], n)[0] for p, n in asked] == expected
+        assert self.engine.stats()["host_hit_tokens"] > hits
+        self.engine.check_all_free()
 
     def forget_device(self, num_kept: int = 0) -> None:
         """All but the first blocks of the waiting prompt, and other bytes lie in the rest."""
@@ -105,10 +145,30 @@ class Crowded:
             self.engine.drain()
 
 
+@contextmanager
+def crowding(models: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, failure: str) -> Iterator[Crowded]:
+    """An engine that has the waiting prompt on the host, knows how long loads take, and announces each at once."""
+    if ahead:
+        if vllm_version().startswith("0.20"):
+            pytest.skip("its runner plans ahead on GPUs only")
+        schedule_ahead(monkeypatch)
+    settings = {"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000}
+    config = transfer_config(settings, kv_load_failure_policy=failure)
+    options = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 1024, "kv_transfer_config": config}
+    with running(models, **options) as engine:
+        assert (engine.core.batch_queue_size == 2) == ahead
+        crowded = Crowded(engine, monkeypatch)
+        engine.alone([WAITING])
+        crowded.forget_device()
+        engine.alone([WAITING])
+        assert engine.stats()["async_loads"] == 1
+        yield crowded
+
+
 @pytest.fixture(scope="module")
 def computed(models: Path) -> dict[str, list[int]]:
     """The answers of an engine without the connector, that computes each alone."""
-    asked = {"waiting": WAITING, "sharing": SHARING, "other": OTHER}
+    asked = {"waiting": WAITING, "sharing": SHARING, "other": OTHER, "alike": ALIKE}
     with running(models, num_blocks=160, kv_transfer_config=None, enable_prefix_caching=False) as engine:
         return {name: engine.generate([prompt], NUM_TOKENS[name])[0] for name, prompt in asked.items()}
 
@@ -128,20 +188,9 @@ def test_who_waits_for_room_behind_a_load_that_fails_is_computed(
 ) -> None:
     """Also where its client goes away before the load fails or behind that, and with another one that shares what was
     not loaded. Later ones find what these have computed, on the device and on the host."""
-    if ahead:
-        if vllm_version().startswith("0.20"):
-            pytest.skip("its runner plans ahead on GPUs only")
-        schedule_ahead(monkeypatch)
-    settings = {"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000}
-    config = transfer_config(settings, kv_load_failure_policy=failure)
-    expected = dict(computed)
-    with running(models, num_blocks=NUM_BLOCKS, kv_transfer_config=config) as engine:
-        assert (engine.core.batch_queue_size == 2) == ahead
-        crowded = Crowded(engine, monkeypatch)
-        engine.alone([WAITING])
-        crowded.forget_device()
-        engine.alone([WAITING])  # from the host: how long loads take is known from here on
-        assert engine.stats()["async_loads"] == 1
+    expected = {name: computed[name] for name in ("waiting", "sharing", "other")}
+    with crowding(models, monkeypatch, ahead, failure) as crowded:
+        engine = crowded.engine
         crowded.forget_device(num_kept)
         crowded.fill()
         crowded.ask("sharing", SHARING)
@@ -156,12 +205,22 @@ def test_who_waits_for_room_behind_a_load_that_fails_is_computed(
             del expected["waiting"]
         else:
             assert crowded.request("waiting").status.name == "WAITING"
+            crowded.run()
         assert crowded.end() == expected
-        asked = [WAITING, SHARING]
-        again = [computed["waiting"], computed["sharing"]]
-        assert engine.alone(asked) == again, "from the device"
+        crowded.check_what_is_cached(computed)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_was_preempted_and_waits_for_room_behind_a_load_that_fails_is_computed(
+    models: Path, monkeypatch: pytest.MonkeyPatch, computed: dict[str, list[int]], ahead: bool
+) -> None:
+    """It holds the blocks that its tokens are loaded to, which no step in flight has seen, and gets no others where
+    vLLM has the same ones of somebody else by then."""
+    with crowding(models, monkeypatch, ahead, "recompute") as crowded:
         crowded.forget_device()
-        hits = engine.stats()["host_hit_tokens"]
-        assert engine.alone(asked) == again, "from the host"
-        assert engine.stats()["host_hit_tokens"] > hits
-        engine.check_all_free()
+        crowded.fill_anew()
+        crowded.fail()
+        assert crowded.begun_anew == [0]
+        crowded.run()
+        assert crowded.end() == {name: computed[name] for name in ("waiting", "alike")}
+        crowded.check_what_is_cached(computed)
