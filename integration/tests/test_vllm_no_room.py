@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.servers import free_ports
 from integration.tests.vllm_engines import (
     BLOCK_SIZE,
     VllmEngine,
@@ -20,6 +21,7 @@ from integration.tests.vllm_engines import (
     transfer_config,
     vllm_version,
 )
+from kv_connector.scheduler.peers.incoming import Incoming
 from tests.waiting import ANSWER_SECONDS, until
 
 NUM_BLOCKS = 40  # one is vLLM's null block
@@ -35,8 +37,9 @@ class Crowded:
     """An engine in which a request waits for room behind a load that was announced and has not begun: the other one has
     taken the last block, and keeps it for a while."""
 
-    def __init__(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, transfer: dict[str, Any] | None) -> None:
         self.engine = engine
+        self.transfer = transfer  # parameters of the waiting request, that another engine has computed
         self.answers: dict[str, list[int]] = {}
         self.begun_anew: list[int] = []  # tokens that are left of a request that vLLM does not look for
         role = engine.scheduler.connector._scheduler
@@ -54,6 +57,8 @@ class Crowded:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS[name], ignore_eos=True, detokenize=False)
+        if name == "waiting" and self.transfer:
+            params.extra_args = {"kv_transfer_params": self.transfer}
         if name == "alike":
             params.skip_reading_prefix_cache = True
             params.extra_args = {"kv_transfer_params": {"cache": {"do_not_cache": True}}}
@@ -146,18 +151,27 @@ class Crowded:
 
 
 @contextmanager
-def crowding(models: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool, failure: str) -> Iterator[Crowded]:
-    """An engine that has the waiting prompt on the host, knows how long loads take, and announces each at once."""
+def crowding(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+    failure: str = "recompute",
+    transfer: dict[str, Any] | None = None,
+) -> Iterator[Crowded]:
+    """An engine that has the waiting prompt on the host, knows how long loads take, and announces each at once; with
+    `transfer` it continues what others have computed."""
     if ahead:
         if vllm_version().startswith("0.20"):
             pytest.skip("its runner plans ahead on GPUs only")
         schedule_ahead(monkeypatch)
     settings = {"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000}
+    if transfer:
+        settings["peer"] = {"secret": "of these tests only", "role": "consumer"}
     config = transfer_config(settings, kv_load_failure_policy=failure)
     options = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 1024, "kv_transfer_config": config}
     with running(models, **options) as engine:
         assert (engine.core.batch_queue_size == 2) == ahead
-        crowded = Crowded(engine, monkeypatch)
+        crowded = Crowded(engine, monkeypatch, transfer)
         engine.alone([WAITING])
         crowded.forget_device()
         engine.alone([WAITING])
@@ -216,11 +230,45 @@ def test_who_was_preempted_and_waits_for_room_behind_a_load_that_fails_is_comput
 ) -> None:
     """It holds the blocks that its tokens are loaded to, which no step in flight has seen, and gets no others where
     vLLM has the same ones of somebody else by then."""
-    with crowding(models, monkeypatch, ahead, "recompute") as crowded:
+    with crowding(models, monkeypatch, ahead) as crowded:
         crowded.forget_device()
         crowded.fill_anew()
         crowded.fail()
         assert crowded.begun_anew == [0]
         crowded.run()
         assert crowded.end() == {name: computed[name] for name in ("waiting", "alike")}
+        crowded.check_what_is_cached(computed)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_decode_engine_that_has_all_of_a_prompt_computes_what_fails(
+    models: Path, monkeypatch: pytest.MonkeyPatch, computed: dict[str, list[int]], ahead: bool
+) -> None:
+    """It asks the prefill engine for nothing, before the load fails or behind that; nobody listens there. What such an
+    engine brings is never announced before it has come."""
+    (port,) = free_ports(1)
+    transfer = {
+        "do_remote_prefill": True,
+        "remote_request_id": "computed there",
+        "remote_engine_id": "prefill",
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "remote_num_tokens": 13 * BLOCK_SIZE,
+    }
+    declined: list[str] = []
+    decline = Incoming._want_nothing
+
+    def count(self: Incoming, request: Any, source: Any) -> None:
+        declined.append(request.request_id)
+        decline(self, request, source)
+
+    monkeypatch.setattr(Incoming, "_want_nothing", count)
+    with crowding(models, monkeypatch, ahead, transfer=transfer) as crowded:
+        crowded.forget_device()
+        crowded.fill()
+        crowded.fail()
+        assert crowded.begun_anew == [0]
+        crowded.run()
+        assert crowded.end() == {name: computed[name] for name in ("waiting", "other")}
+        assert len(declined) == 1 and not crowded.engine.stats()["peer_hit_tokens"]
         crowded.check_what_is_cached(computed)
