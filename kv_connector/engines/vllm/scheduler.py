@@ -173,7 +173,7 @@ class SchedulerRole:
                 request, tables = self._live[request_id], self.half.block_ids(request_id)
                 waits = request.status in _WAITS
                 holds = any(not output.invalid_block_ids.isdisjoint(ids) for ids in tables)
-                takes_output = _may_take_output(request, holds)
+                takes_output = _may_take_output(request, holds, self.shape.takes_nothing_back)
                 may_take_output |= takes_output
                 if waits and (takes_output or not may_truncate(self.shape.groups)):
                     raise KVConnectorError(
@@ -254,15 +254,16 @@ class SchedulerRole:
         self.half.shutdown()
 
 
-def _may_take_output(request: Request, holds: bool) -> bool:
+def _may_take_output(request: Request, holds: bool, plans_ahead: bool) -> bool:
     """Whether vLLM may keep what a step has made for a request of blocks that were not loaded, which the request
     `holds` or has lost. One that waits and holds them has run in no step since it was admitted; where it was preempted
-    before, it was admitted anew when the output of older steps had come, or is dropped. Older versions say neither."""
+    before, it was admitted anew when the output of older steps had come, or that is dropped: older versions that plan
+    ahead say neither."""
     if request.status not in (*_WAITS, RequestStatus.WAITING_FOR_REMOTE_KVS):
         return True
     if hasattr(request, "drop_stale_output"):
         return not holds and not request.drop_stale_output
-    return not holds or request.num_preemptions > 0
+    return not holds or (plans_ahead and request.num_preemptions > 0)
 
 
 def _may_hold_blocks(request: Request) -> bool:
