@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from kv_connector.errors import TransferError
-from kv_connector.types import Direction
+from kv_connector.types import CopyJob, Direction
 
 
 class BreakablePath:
@@ -34,3 +35,30 @@ def break_loads(half: Any, broken: bool) -> None:
         path = BreakablePath(path)
     path.broken = broken
     queue.paths = (path,)
+
+
+class HeldLoads:
+    """Takes loads in the background for a `TransferEngine`, and begins them when it is told to."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._held: list[tuple[Sequence[CopyJob], Any]] = []
+
+    def __call__(self, jobs: Sequence[CopyJob], after: Any) -> frozenset[int]:
+        """As `TransferEngine.submit_background_load`."""
+        self._held.append((jobs, after))
+        return frozenset()
+
+    def release(self) -> None:
+        """They begin now."""
+        del self._engine.submit_background_load
+        for jobs, after in self._held:
+            self._engine.submit_background_load(jobs, after)
+
+
+def hold_loads(half: Any, held: bool) -> None:
+    """Loads of this worker half in the background are held from now on, or begin."""
+    if held:
+        half._engine.submit_background_load = HeldLoads(half._engine)
+    else:
+        half._engine.submit_background_load.release()

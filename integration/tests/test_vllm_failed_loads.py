@@ -55,7 +55,13 @@ def fail_and_give_up(engine: VllmEngine, prompt: list[int], in_the_step: bool) -
 
 
 @pytest.mark.parametrize(
-    ("failure", "in_the_step", "ahead"), [("fail", True, True), ("fail", True, False), ("recompute", False, False)]
+    ("failure", "in_the_step", "ahead"),
+    [
+        ("fail", True, True),
+        ("fail", True, False),
+        ("recompute", False, False),
+        ("recompute", True, True),
+    ],
 )
 def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch, failure: str, in_the_step: bool, ahead: bool
@@ -153,31 +159,43 @@ def test_with_windows_alone_a_load_that_fails_gives_no_wrong_token(folder: Path,
         engine.check_all_free()
 
 
-def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens(folder: Path) -> None:
-    """Its request waits for room, where vLLM looks for nobody: it was taken for loaded, or has been preempted."""
+def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its request waits, where vLLM looks for nobody: without its blocks it has been preempted, and a step in flight
+    may have read what was not loaded. With them it is computed, see `test_vllm_no_room.py`."""
     from vllm.v1.request import RequestStatus
 
     with running(folder) as engine:
         role = engine.scheduler.connector._scheduler
-        waiting = SimpleNamespace(request_id="waits", num_tokens=65, block_hashes=[b"0" * 32, b"1" * 32])
-        role.half.update_state_after_alloc(waiting, [[5, 6, 7]], 0, 0)
+        monkeypatch.setattr(role.half, "holding", lambda lost: ["waits"])
         output = SimpleNamespace(invalid_block_ids={6}, kv_connector_worker_meta=None)
-        for status, num_computed_tokens, drops_output, is_overlooked in (
-            (RequestStatus.WAITING_FOR_REMOTE_KVS, 64, False, False),
-            (RequestStatus.RUNNING, 64, False, False),
-            (RequestStatus.WAITING, 64, False, True),
-            (RequestStatus.PREEMPTED, 64, True, True),
-            (RequestStatus.PREEMPTED, 0, True, False),
-            (RequestStatus.PREEMPTED, 0, False, True),
+        for status, blocks, drops_output, ends in (
+            (RequestStatus.WAITING_FOR_REMOTE_KVS, [5, 6, 7], False, False),
+            (RequestStatus.RUNNING, [5, 6, 7], False, False),
+            (RequestStatus.WAITING, [5, 6, 7], False, False),
+            (RequestStatus.WAITING, [6, 7, 8], False, False),
+            (RequestStatus.PREEMPTED, [5, 6, 7], True, False),
+            (RequestStatus.PREEMPTED, [], True, False),
+            (RequestStatus.PREEMPTED, [], False, True),
         ):
-            role._live["waits"] = SimpleNamespace(
-                status=status, num_computed_tokens=num_computed_tokens, drop_stale_output=drops_output
+            tables = [blocks]
+            monkeypatch.setattr(role.half, "block_ids", lambda request_id, tables=tables: tables)
+            role._live["waits"] = request = SimpleNamespace(
+                request_id="waits",
+                status=status,
+                num_computed_tokens=64 if blocks else 0,
+                drop_stale_output=drops_output,
+                skip_reading_prefix_cache=False,
             )
-            if is_overlooked:
+            if ends:
                 with pytest.raises(KVConnectorError, match="the load of request waits failed twice"):
                     role.update_connector_output(output)
-            else:
-                role.update_connector_output(output)
+                continue
+            role.update_connector_output(output)
+            is_told = status in (RequestStatus.WAITING, RequestStatus.PREEMPTED) and 6 in blocks
+            assert request.num_computed_tokens == (blocks.index(6) * BLOCK_SIZE if is_told else 64 if blocks else 0)
+            assert request.skip_reading_prefix_cache == (is_told and blocks[0] == 6)
         del role._live["waits"]
-        role.half.request_finished(waiting)
+        monkeypatch.undo()
         engine.check_all_free()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from integration.bench.vllm_engine import register_weights
-from integration.faults import break_loads
+from integration.faults import break_loads, hold_loads
 from integration.models import tiny, tiny_configs
 from integration.tests.vllm_starts import prepare_start, started
 from kv_connector.storage.objects.backend import ObjectStorage
@@ -134,6 +134,10 @@ class VllmEngine:
     def break_loads(self, broken: bool, rank: int | None = None) -> None:
         """Let every load fail from now on, or none: of all ranks, or of one."""
         self.llm.collective_rpc(_break_loads, args=(broken, rank))
+
+    def hold_loads(self, held: bool) -> None:
+        """Hold what is loaded in the background from now on, or let it begin."""
+        self.llm.collective_rpc(_hold_loads, args=(held,))
 
     def warm_up(self) -> None:
         """Ask until all host memory is in use: it is page-locked in the background."""
@@ -319,3 +323,7 @@ def _break_loads(worker: Any, broken: bool, rank: int | None) -> None:
     if rank not in (None, worker.rank):
         return
     break_loads(_half(), broken)
+
+
+def _hold_loads(worker: Any, held: bool) -> None:
+    hold_loads(_half(), held)

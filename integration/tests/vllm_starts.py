@@ -51,6 +51,6 @@ def _register_kernels() -> None:
     """In place of Triton's: newer versions look for those in all modules with each start."""
     from vllm.platforms import current_platform
 
-    if hasattr(current_platform, "register_triton_kernel_overrides"):
+    if hasattr(type(current_platform), "register_triton_kernel_overrides"):  # of the object itself, any name is there
         current_platform.register_triton_kernel_overrides()
         type(current_platform).register_triton_kernel_overrides = staticmethod(_leave_as_it_is)

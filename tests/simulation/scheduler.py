@@ -433,7 +433,7 @@ class SchedulerModel:
                 continue
             affected.add(request)
             if request.status is not Status.RUNNING:
-                # Received, and waiting for room (see `_promote`): vLLM overlooks those, and our adapter ends it then.
+                # Received, and waiting for room (see `_promote`): vLLM overlooks those; our adapter has them computed.
                 self.met["asynchronous load failed behind its announcement"] += 1
                 self.holding.remove(request)
                 self.blocks.free(request)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -75,6 +75,7 @@ class SchedulerRole:
         self._farther_tokens = 0, 0  # of the request admitted last: those of other engines, and of storage
         self._blocks: PoolBlocks | None = None
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
+        self._begun_anew: set[str] = set()  # that wait with blocks of which nothing was loaded, and may hit nothing
         self._sessions = Sessions()
         self._feed = StatsFeed()
         self._tenants = self.half.tenant_stats if config.tenants else dict
@@ -114,6 +115,9 @@ class SchedulerRole:
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """After an asynchronous load vLLM calls again, without a lookup: all of it is on the device by then."""
         num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
+        if request.request_id in self._begun_anew:
+            self._begun_anew.remove(request.request_id)
+            request.skip_reading_prefix_cache = False
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
         self._told[request.request_id] = tables
@@ -157,18 +161,25 @@ class SchedulerRole:
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM
         looks for its request among those that load or run: not where the load was announced and the request waits for
-        room, nor where the next step's plan has preempted it. And where it has planned on it takes the answer of the
-        next step for the request's, and caches what that computes; so it does where its runner counts on. Raised here
-        and not by a worker: other stages of a pipeline wait for what it computes. With a window alone, and told of
-        blocks, as older versions are, it goes on behind blocks that were never loaded.
+        room, which is computed all the same, nor where the next step's plan has preempted it. And where it has planned
+        on it takes the answer of the next step for the request's, and caches what that computes; so it does where its
+        runner counts on. Raised here and not by a worker: other stages of a pipeline wait for what it computes. With a
+        window alone, and told of blocks, as older versions are, it goes on behind blocks that were never loaded.
         """
         self._sessions.taken_in()
+        may_take_output = False
         if output.invalid_block_ids:
             for request_id in self.half.holding(output.invalid_block_ids):
-                if _is_overlooked(self._live[request_id]):
+                request, tables = self._live[request_id], self.half.block_ids(request_id)
+                waits = request.status in _WAITS
+                holds = any(not output.invalid_block_ids.isdisjoint(ids) for ids in tables)
+                takes_output = _may_take_output(request, holds, self.shape.takes_nothing_back)
+                may_take_output |= takes_output
+                if waits and (takes_output or not may_truncate(self.shape.groups)):
                     raise KVConnectorError(
-                        f"the load of request {request_id} failed twice, and vLLM, which has no room for the request, "
-                        "would give it wrong tokens: a smaller --max-num-seqs or more device memory leaves room"
+                        f"the load of request {request_id} failed twice, and vLLM, which has preempted the request or "
+                        "has no room for it, would give it wrong tokens: a smaller --max-num-seqs or more device "
+                        "memory leaves room"
                     )
                 if self.shape.recomputes and not may_truncate(self.shape.groups):
                     raise KVConnectorError(
@@ -176,11 +187,12 @@ class SchedulerRole:
                         "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would "
                         "end instead, and with vLLM 0.32 it would be computed"
                     )
-                if self.shape.recomputes:
-                    self._compute_from(request_id, output.invalid_block_ids)
+                if holds and (waits or self.shape.recomputes):
+                    self._compute_from(request, tables, output.invalid_block_ids)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
-            if self.shape.recomputes_wrongly and any(report.has_failed_in_step for report in meta.reports):
+            has_failed_in_step = any(report.has_failed_in_step for report in meta.reports)
+            if self.shape.recomputes_wrongly and has_failed_in_step and may_take_output:
                 raise KVConnectorError(
                     f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, with "
                     "asynchronous scheduling, a pipeline or Model Runner V2, would continue with wrong tokens: with "
@@ -189,19 +201,23 @@ class SchedulerRole:
                 )
             self.half.update_connector_output(meta.reports)
 
-    def _compute_from(self, request_id: str, lost: Collection[int]) -> None:
+    def _compute_from(self, request: Request, tables: Sequence[Sequence[int]], lost: Collection[int]) -> None:
         """Of requests that share a block that was not loaded, vLLM has the first one compute it and has the others go
         on behind it: with wrong tokens if that one is aborted, preempted or slower. So each computes for itself. vLLM
         has looked at the failure before it calls, and has thrown away what the step has sampled for all of them."""
-        tables, request = self.half.block_ids(request_id), self._live[request_id]
         for size, ids in zip(self.shape.block_sizes, tables, strict=False):
             first = next((n for n, block_id in enumerate(ids) if block_id in lost), None)
             if first is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * size)
+        if request.status in _WAITS and not request.num_computed_tokens:
+            # vLLM looks for a hit of it, and has no place for one where a request has its blocks already.
+            request.skip_reading_prefix_cache = True
+            self._begun_anew.add(request.request_id)
 
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
         self._live.pop(request.request_id, None)
+        self._begun_anew.discard(request.request_id)
         self._sessions.forget(request.request_id)
         if self._events is not None:
             self._events.forget(request.request_id)
@@ -238,11 +254,16 @@ class SchedulerRole:
         self.half.shutdown()
 
 
-def _is_overlooked(request: Request) -> bool:
-    """Whether vLLM takes a request that waits for one whose blocks are filled, or keeps what a step in flight brings
-    for it. Older versions do not say that they drop that."""
-    keeps_output = not getattr(request, "drop_stale_output", False)
-    return request.status in _WAITS and (request.num_computed_tokens > 0 or keeps_output)
+def _may_take_output(request: Request, holds: bool, plans_ahead: bool) -> bool:
+    """Whether vLLM may keep what a step has made for a request of blocks that were not loaded, which the request
+    `holds` or has lost. One that waits and holds them has run in no step since it was admitted; where it was preempted
+    before, it was admitted anew when the output of older steps had come, or that is dropped: older versions that plan
+    ahead say neither."""
+    if request.status not in (*_WAITS, RequestStatus.WAITING_FOR_REMOTE_KVS):
+        return True
+    if hasattr(request, "drop_stale_output"):
+        return not holds and not request.drop_stale_output
+    return not holds or (plans_ahead and request.num_preemptions > 0)
 
 
 def _may_hold_blocks(request: Request) -> bool:

@@ -12,6 +12,7 @@ _CONTEXT = f"{_TESTS}/test_vllm_context.py"
 _SESSIONS = f"{_TESTS}/test_vllm_sessions.py"
 _WITHIN_DRAFTS = "test_a_turn_that_ends_within_accepted_drafts_spoils_nothing"
 _SHARED = "test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it"
+_NO_ROOM = f"{_TESTS}/test_vllm_no_room.py"
 _ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
 
@@ -207,7 +208,7 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "planned-on",
         "vLLM goes on with the step that it has planned behind a load that failed",
-        Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_wrongly and any(", "if False and any("),
+        Patch(f"{_FOLDER}/scheduler.py", "if self.shape.recomputes_wrongly and has", "if False and has"),
         f"{_TESTS}/test_vllm_pipeline.py::test_a_step_that_must_not_be_planned_on_ends_the_engine_and_says_why",
     ),
     _mutant(
@@ -225,10 +226,38 @@ VLLM: tuple[Mutant, ...] = (
     ),
     _mutant(
         "overlooked-continued",
-        "a request that vLLM does not look at continues with a load that has failed",
-        Patch(f"{_FOLDER}/scheduler.py", "if _is_overlooked(self._live[request_id]):", "if False:"),
+        "a request that was preempted continues with what a step made of a load that has failed",
+        Patch(f"{_FOLDER}/scheduler.py", "if waits and (takes_output or ", "if waits and (False and "),
         f"{_TESTS}/test_vllm_failed_loads.py"
         "::test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_tokens",
+    ),
+    _mutant(
+        "waiting-trusted",
+        "a request that waits for room, where vLLM does not look, continues with a load that has failed",
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "if holds and (waits or self.shape.recomputes):",
+            "if holds and not waits and self.shape.recomputes:",
+        ),
+        _NO_ROOM,
+    ),
+    _mutant(
+        "waiting-hits",
+        "vLLM is to give the blocks of a hit to a request that has its own",
+        Patch(f"{_FOLDER}/scheduler.py", "            request.skip_reading_prefix_cache = True\n", ""),
+        _NO_ROOM,
+    ),
+    _mutant(
+        "waiting-hits-never",
+        "a request whose load has failed while it waited for room hits nothing, whatever becomes of it",
+        Patch(f"{_FOLDER}/scheduler.py", "            request.skip_reading_prefix_cache = False\n", ""),
+        _NO_ROOM,
+    ),
+    _mutant(
+        "waiting-read",
+        "an engine that plans ahead ends where a load fails that no step was to read",
+        Patch(f"{_FOLDER}/scheduler.py", " and has_failed_in_step and may_take_output:", " and has_failed_in_step:"),
+        _NO_ROOM,
     ),
     _mutant(
         "lost-blocks-named",

@@ -1,0 +1,280 @@
+"""Announced loads that fail twice in a real vLLM engine while their requests wait for room: those are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from integration.servers import free_ports
+from integration.tests.vllm_engines import (
+    BLOCK_SIZE,
+    VllmEngine,
+    prompts,
+    running,
+    schedule_ahead,
+    transfer_config,
+    vllm_version,
+)
+from kv_connector.errors import KVConnectorError
+from kv_connector.scheduler.peers.incoming import Incoming
+from tests.waiting import ANSWER_SECONDS, until
+
+NUM_BLOCKS = 40  # one is vLLM's null block
+NUM_HELD = 25 * BLOCK_SIZE  # slots of the blocks that the other request has when the waiting one is admitted
+(WAITING,) = prompts(1, seed=5)  # 13 full blocks, and a 14th
+(OTHER,) = prompts(1, NUM_HELD - 10, seed=6)
+SHARING = [*WAITING[:-4], 5, 6, 7, 8]
+ALIKE = [*WAITING[: 13 * BLOCK_SIZE], *OTHER[13 * BLOCK_SIZE :]]
+NUM_TOKENS = {"waiting": 16, "sharing": 8, "other": 28, "alike": 28}
+
+
+class Crowded:
+    """An engine in which a request waits for room behind a load that was announced and has not begun: the other one has
+    taken the last block, and keeps it for a while."""
+
+    def __init__(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, transfer: dict[str, Any] | None) -> None:
+        self.engine = engine
+        self.transfer = transfer  # parameters of the waiting request, that another engine has computed
+        self.answers: dict[str, list[int]] = {}
+        self.begun_anew: list[int] = []  # tokens that are left of a request that vLLM does not look for
+        role = engine.scheduler.connector._scheduler
+        compute_from = role._compute_from
+
+        def count(request: Any, *rest: Any) -> None:
+            compute_from(request, *rest)
+            if request.status.name in ("WAITING", "PREEMPTED"):
+                self.begun_anew.append(request.num_computed_tokens)
+
+        monkeypatch.setattr(role, "_compute_from", count)
+
+    def ask(self, name: str, prompt: list[int]) -> None:
+        """The prompt is asked under this name; one that is alike hits nothing, and is cached on the device alone."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS[name], ignore_eos=True, detokenize=False)
+        if name == "waiting" and self.transfer:
+            params.extra_args = {"kv_transfer_params": self.transfer}
+        if name == "alike":
+            params.skip_reading_prefix_cache = True
+            params.extra_args = {"kv_transfer_params": {"cache": {"do_not_cache": True}}}
+        self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> None:
+        """One step; answers that are complete are kept."""
+        for output in self.engine.llm.llm_engine.step():
+            if output.finished:
+                self.answers[output.request_id.split("-")[0]] = list(output.outputs[0].token_ids)
+
+    def request(self, name: str) -> Any:
+        """vLLM's own."""
+        return next(r for i, r in self.engine.scheduler.requests.items() if i.split("-")[0] == name)
+
+    def fill(self) -> None:
+        """Until the waiting request has been told that it is received, and vLLM has found no room for it."""
+        self.ask("other", OTHER)
+        self._go_on("other")
+        self.engine.hold_loads(True)
+        self.ask("waiting", WAITING)
+        self._receive("WAITING")
+
+    def fill_anew(self) -> None:
+        """The same of one that has run and was preempted, beside one that computes the same blocks for itself since."""
+        self.ask("waiting", WAITING)
+        self.step()
+        until(lambda: self.request("waiting").status.name == "RUNNING", self.step, self.engine.stats)
+        self.ask("alike", ALIKE)  # behind the other one, also when both begin anew
+        self._go_on("alike")
+        assert self.request("waiting").num_output_tokens > 1
+        self.engine.hold_loads(True)
+        assert self.engine.llm.reset_prefix_cache(reset_running_requests=True)
+        self._receive("PREEMPTED")
+
+    def _go_on(self, name: str) -> None:
+        """Until this one's next token but one takes a block."""
+        self.step()
+        until(lambda: self.request(name).num_computed_tokens >= NUM_HELD - 1, self.step, self.engine.stats)
+        assert self.request(name).num_computed_tokens == NUM_HELD - 1
+
+    def _receive(self, status: str) -> None:
+        for wanted in ("WAITING_FOR_REMOTE_KVS", status):
+            until(lambda wanted=wanted: self.request("waiting").status.name == wanted, self.step, self.engine.stats)
+        assert not self.engine.pool.get_num_free_blocks() and self.request("waiting").num_computed_tokens
+
+    def fail(self) -> None:
+        """The load begins and fails."""
+        self.engine.break_loads(True)
+        self.engine.hold_loads(False)
+        until(lambda: self.engine.stats().get("failed_load_jobs", 0) == 1, self.step, self.engine.stats)
+        self.engine.break_loads(False)
+
+    def run(self) -> None:
+        """Until there is room for the waiting request, which may hit what it wants from then on."""
+        until(lambda: self.request("waiting").status.name == "RUNNING", self.step, self.engine.stats)
+        assert not self.request("waiting").skip_reading_prefix_cache
+
+    def end(self) -> dict[str, list[int]]:
+        """The answers, of all that were asked."""
+        until(
+            lambda: not self.engine.llm.llm_engine.has_unfinished_requests(),
+            self.step,
+            self.engine.stats,
+            ANSWER_SECONDS,
+        )
+        return self.answers
+
+    def check_what_is_cached(self, computed: dict[str, list[int]]) -> None:
+        """What these requests have computed gives the same answers, from the device and from the host."""
+        asked = [(WAITING, NUM_TOKENS["waiting"]), (SHARING, NUM_TOKENS["sharing"])]
+        expected = [computed["waiting"], computed["sharing"]]
+        assert [self.engine.generate([p], n)[0] for p, n in asked] == expected
+        self.forget_device()
+        hits = self.engine.stats()["host_hit_tokens"]
+        assert [self.engine.generate([p], n)[0] for p, n in asked] == expected
+        assert self.engine.stats()["host_hit_tokens"] > hits
+        self.engine.check_all_free()
+
+    def forget_device(self, num_kept: int = 0) -> None:
+        """All but the first blocks of the waiting prompt, and other bytes lie in the rest."""
+        self.engine.drain()
+        assert self.engine.llm.reset_prefix_cache()
+        self.engine.alone(prompts(6, seed=9))
+        self.engine.drain()
+        assert self.engine.llm.reset_prefix_cache()
+        if num_kept:
+            self.engine.alone([WAITING[: num_kept * BLOCK_SIZE + 1]], 1)
+            self.engine.drain()
+
+
+@contextmanager
+def crowding(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: bool,
+    failure: str = "recompute",
+    transfer: dict[str, Any] | None = None,
+) -> Iterator[Crowded]:
+    """An engine that has the waiting prompt on the host, knows how long loads take, and announces each at once; with
+    `transfer` it continues what others have computed."""
+    if ahead:
+        if vllm_version().startswith("0.20"):
+            pytest.skip("its runner plans ahead on GPUs only")
+        schedule_ahead(monkeypatch)
+    settings = {"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000}
+    if transfer:
+        settings["peer"] = {"secret": "of these tests only", "role": "consumer"}
+    config = transfer_config(settings, kv_load_failure_policy=failure)
+    options = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 1024, "kv_transfer_config": config}
+    with running(models, **options) as engine:
+        assert (engine.core.batch_queue_size == 2) == ahead
+        crowded = Crowded(engine, monkeypatch, transfer)
+        engine.alone([WAITING])
+        crowded.forget_device()
+        engine.alone([WAITING])
+        assert engine.stats()["async_loads"] == 1
+        yield crowded
+
+
+@pytest.fixture(scope="module")
+def computed(models: Path) -> dict[str, list[int]]:
+    """The answers of an engine without the connector, that computes each alone."""
+    asked = {"waiting": WAITING, "sharing": SHARING, "other": OTHER, "alike": ALIKE}
+    with running(models, num_blocks=160, kv_transfer_config=None, enable_prefix_caching=False) as engine:
+        return {name: engine.generate([prompt], NUM_TOKENS[name])[0] for name, prompt in asked.items()}
+
+
+@pytest.mark.parametrize("num_kept", [0, 3])
+@pytest.mark.parametrize("failure", ["recompute", "fail"])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("given_up", ["", "before", "behind"])
+def test_who_waits_for_room_behind_a_load_that_fails_is_computed(
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    computed: dict[str, list[int]],
+    given_up: str,
+    ahead: bool,
+    failure: str,
+    num_kept: int,
+) -> None:
+    """Also where its client goes away before the load fails or behind that, and with another one that shares what was
+    not loaded. Later ones find what these have computed, on the device and on the host."""
+    expected = {name: computed[name] for name in ("waiting", "sharing", "other")}
+    with crowding(models, monkeypatch, ahead, failure) as crowded:
+        engine = crowded.engine
+        crowded.forget_device(num_kept)
+        crowded.fill()
+        crowded.ask("sharing", SHARING)
+        crowded.step()
+        if given_up == "before":
+            engine.abort([crowded.request("waiting").request_id])
+        crowded.fail()
+        assert crowded.begun_anew == ([] if given_up == "before" else [num_kept * BLOCK_SIZE])
+        if given_up == "behind":
+            engine.abort([crowded.request("waiting").request_id])
+        if given_up:
+            del expected["waiting"]
+        else:
+            assert crowded.request("waiting").status.name == "WAITING"
+            crowded.run()
+        assert crowded.end() == expected
+        crowded.check_what_is_cached(computed)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_was_preempted_and_waits_for_room_behind_a_load_that_fails_is_computed(
+    models: Path, monkeypatch: pytest.MonkeyPatch, computed: dict[str, list[int]], ahead: bool
+) -> None:
+    """It holds the blocks that its tokens are loaded to, which no step in flight has seen, and gets no others where
+    vLLM has the same ones of somebody else by then. Older versions that plan ahead do not say what becomes of the
+    output of the steps before that: there the engine ends."""
+    with crowding(models, monkeypatch, ahead) as crowded:
+        crowded.forget_device()
+        crowded.fill_anew()
+        if ahead and not hasattr(crowded.request("waiting"), "drop_stale_output"):
+            with pytest.raises(KVConnectorError, match="failed twice"):
+                crowded.fail()
+            return
+        crowded.fail()
+        assert crowded.begun_anew == [0]
+        crowded.run()
+        assert crowded.end() == {name: computed[name] for name in ("waiting", "alike")}
+        crowded.check_what_is_cached(computed)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_decode_engine_that_has_all_of_a_prompt_computes_what_fails(
+    models: Path, monkeypatch: pytest.MonkeyPatch, computed: dict[str, list[int]], ahead: bool
+) -> None:
+    """It asks the prefill engine for nothing, before the load fails or behind that; nobody listens there. What such an
+    engine brings is never announced before it has come."""
+    (port,) = free_ports(1)
+    transfer = {
+        "do_remote_prefill": True,
+        "remote_request_id": "computed there",
+        "remote_engine_id": "prefill",
+        "remote_host": "127.0.0.1",
+        "remote_port": port,
+        "remote_num_tokens": 13 * BLOCK_SIZE,
+    }
+    declined: list[str] = []
+    decline = Incoming._want_nothing
+
+    def count(self: Incoming, request: Any, source: Any) -> None:
+        declined.append(request.request_id)
+        decline(self, request, source)
+
+    monkeypatch.setattr(Incoming, "_want_nothing", count)
+    with crowding(models, monkeypatch, ahead, transfer=transfer) as crowded:
+        crowded.forget_device()
+        crowded.fill()
+        crowded.fail()
+        assert crowded.begun_anew == [0]
+        crowded.run()
+        assert crowded.end() == {name: computed[name] for name in ("waiting", "other")}
+        assert len(declined) == 1 and not crowded.engine.stats()["peer_hit_tokens"]
+        crowded.check_what_is_cached(computed)
