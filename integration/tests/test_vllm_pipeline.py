@@ -156,7 +156,6 @@ def test_a_stage_without_attention_is_answered_from_the_host_and_with_blocks_ali
 ) -> None:
     """vLLM pads blocks of states to those of attention in each stage for itself: of a stage that has none they stay as
     small as they were asked for. Its hits end inside of the other ones' blocks then, and a warning says what helps."""
-
     warned: list[str] = []
     monkeypatch.setattr(specs.logger, "warning", lambda line, *args: warned.append(line % args))
     monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
