@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.tests.test_vllm_hybrid import ask_and_hit, forget_device, options
 from integration.tests.vllm_engines import (
     BLOCK_SIZE,
     check_loaded_bytes_and_tokens,
@@ -17,6 +19,8 @@ from integration.tests.vllm_engines import (
     running,
     transfer_config,
 )
+from kv_connector.engines.vllm import specs
+from kv_connector.engines.vllm.groups import TELLS_STATES
 from kv_connector.errors import KVConnectorError
 
 pytestmark = pytest.mark.usefixtures("stable_hashes", "slow_machine", "two_ranks_on_the_cpu")
@@ -127,3 +131,57 @@ def test_storage_is_found_by_no_other_split_of_the_layers(tmp_path: Path, monkey
             assert engine.stats()["backed_up_blocks"] > 0
             fetched.append(engine.stats()["fetched_blocks"])
     assert fetched == [0, 0]
+
+
+@pytest.fixture
+def layouts_of_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU attention wants one layout, and a stage without any takes all: vLLM does not start with stages that say
+    different ones. On GPUs they say the same."""
+    from vllm.v1.engine import core
+
+    resolve = core.resolve_kv_cache_layout
+
+    def resolve_common(config: Any, layouts: Sequence[Sequence[str]], *args: Any) -> Any:
+        common = [name for name in layouts[0] if all(name in others for others in layouts)]
+        return resolve(config, [common], *args)
+
+    monkeypatch.setattr(core, "resolve_kv_cache_layout", resolve_common)
+
+
+@pytest.mark.skipif(not TELLS_STATES, reason="served with vLLM 0.32 and newer")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Kimi-Linear has such a stage there")
+@pytest.mark.usefixtures("whole_blocks_are_copied", "layouts_of_all_stages")
+def test_a_stage_without_attention_is_answered_from_the_host_and_with_blocks_alike_from_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM pads blocks of states to those of attention in each stage for itself: of a stage that has none they stay as
+    small as they were asked for. Its hits end inside of the other ones' blocks then, and a warning says what helps."""
+    warned: list[str] = []
+    monkeypatch.setattr(specs.logger, "warning", lambda line, *args: warned.append(line % args))
+    monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", "1,3")
+    storage = {"path": str(tmp_path / "store"), "capacity": "1GiB", "prefetch": "wait_complete"}
+    settings: dict[str, Any] = options("delta", storage=storage) | {"num_blocks": 120} | STAGES
+    asked = [prompt[:500] for prompt in prompts(2, 600)]
+    with running(tmp_path, "delta", **settings) as engine:
+        small, size = sorted(set(engine.scheduler.connector._scheduler.shape.block_sizes))
+        assert small == BLOCK_SIZE
+        ask_and_hit(engine, asked)
+        from_device, on_device = ask_and_hit(engine, asked)
+        assert on_device == [480, 480]
+        forget_device(engine)
+        assert ask_and_hit(engine, asked) == (from_device, on_device)
+        engine.check_all_free()
+    assert len(warned) == 1 and f"--block-size {size} " in warned.pop()
+    answers = []
+    for _ in range(2):
+        with running(tmp_path, "delta", block_size=size, **settings) as engine:
+            engine.wait_for_storage()
+            answers += [ask_and_hit(engine, asked) for _ in range(2)]
+            from_storage = engine.stats()["storage_hit_tokens"]
+            engine.check_all_free()
+    computed, from_device, *again = answers
+    whole = 499 // size * size
+    assert computed[1] == [0, 0] and from_device[1] == [whole, whole]
+    assert again == [from_device, from_device]
+    assert from_storage == 2 * whole
+    assert not warned

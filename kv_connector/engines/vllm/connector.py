@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from ...config import Config, HostFormName, PeerRoute
 from ...errors import ConfigError, KVConnectorError
 from .identity import read_backend, read_identity
-from .specs import read_config, read_shape, refuse_peers_beyond_full_attention
+from .specs import read_config, read_shape, refuse_peers_beyond_full_attention, warn_of_uneven_states
 from .stats import PromMetrics, TieredStats
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM 0.32 and newer say where their own hits may end: here, inside of blocks, at any hash.
             hit_tokens = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
             ends_within = hit_tokens == shape.block_size < max(shape.block_sizes)
+            if ends_within and (is_shared or shape.drop_last_block):
+                warn_of_uneven_states(shape)
             self._scheduler_role = _scheduler_role(vllm_config, config, shape, identity, ends_within)
         else:
             from .worker import WorkerRole

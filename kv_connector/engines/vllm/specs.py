@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from .steps import TELLS_FAILED_REQUESTS
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger("kv_connector.vllm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +176,22 @@ def refuse_peers_beyond_full_attention(config: Config, shape: EngineShape) -> No
         "peer with sliding windows in all layers needs vLLM 0.32 or newer, since older ones crash, or give wrong "
         "tokens, where a KV transfer fails: use that, or leave peer out"
     )
+
+
+def warn_of_uneven_states(shape: EngineShape) -> None:
+    """Where hits end inside of blocks and only those that end with blocks of every layer are of use: vLLM keeps a state
+    where a prompt's hit ends, and of blocks of several sizes some end in front of that, where the others keep none.
+    """
+    groups = zip(shape.groups, shape.block_sizes, strict=True)
+    sizes = sorted({size for group, size in groups if group.states_are_told})
+    if len(sizes) > 1:
+        logger.warning(
+            "recurrent states in blocks of %s tokens, as vLLM makes them where a pipeline's stage has no attention: "
+            "what is cached ends inside of blocks, which storage, other engines and drafts do not take, so they may "
+            "find nothing; with --block-size %d all blocks are alike",
+            " and ".join(map(str, sizes)),
+            sizes[-1],
+        )
 
 
 def _drops_last_block(speculative: Any) -> bool:
