@@ -7,7 +7,7 @@ import atexit
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.util import find_spec
 from multiprocessing.connection import Connection, Listener
@@ -71,13 +71,21 @@ class SglangEngine:
         """Greedy continuations; all prompts are asked at once."""
         return self.finish(self.start(prompts, num_tokens, salt))
 
-    def start(self, prompts: Sequence[Sequence[int]], num_tokens: int = 8, salt: str = "") -> list[str]:
-        """Ask, and do not wait; they run while something else is waited for."""
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int = 8,
+        salt: str = "",
+        session: Mapping[str, Any] | None = None,
+    ) -> list[str]:
+        """Ask, and do not wait; they run while something else is waited for. `session`: SGLang's session_params."""
         # Of one length: SGLang aborts every request whose id begins with the one that is given.
         rids = [f"request {self._num_requests + i:06}" for i in range(len(prompts))]
         self._num_requests += len(prompts)
         for rid, prompt in zip(rids, prompts, strict=True):
-            self._started[rid] = self.engine.loop.create_task(self._ask(rid, list(prompt), num_tokens, salt))
+            self._started[rid] = self.engine.loop.create_task(
+                self._ask(rid, list(prompt), num_tokens, salt, session)
+            )
         self._turn(10)
         return rids
 
@@ -149,13 +157,19 @@ class SglangEngine:
 
         self.engine.loop.run_until_complete(turn())
 
-    async def _ask(self, rid: str, prompt: list[int], num_tokens: int, salt: str) -> Answer:
+    async def _ask(
+        self, rid: str, prompt: list[int], num_tokens: int, salt: str, session: Mapping[str, Any] | None
+    ) -> Answer:
         from fastapi import HTTPException
 
         params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
         try:
             output = await self.engine.async_generate(
-                input_ids=prompt, sampling_params=params, rid=rid, cache_salt=salt or None
+                input_ids=prompt,
+                sampling_params=params,
+                rid=rid,
+                cache_salt=salt or None,
+                session_params=None if session is None else dict(session),
             )
         except (ValueError, HTTPException) as error:  # a request that SGLang has given up
             return Answer(None, error=str(error))

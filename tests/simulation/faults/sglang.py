@@ -13,6 +13,7 @@ _RANKS = "integration/tests/test_sglang_ranks.py"
 _REUSE = "integration/tests/test_sglang_reuse.py"
 _HICACHE = "integration/tests/test_sglang_hicache.py"
 _POOLS = "integration/tests/test_sglang_hicache_pools.py"
+_WEIGHTS = "integration/tests/test_sglang_weights.py"
 
 
 def _mutant(name: str, title: str, file: str, old: str, new: str, *tests: str) -> Mutant:
@@ -342,6 +343,14 @@ SGLANG: tuple[Mutant, ...] = (
         "f\"{path} {local_fingerprint(path) or 'unknown'}\"",
         "path",
         f"{_LINKER}::test_adapters_are_named_by_their_weights",
+    ),
+    _mutant(
+        "weights-by-path",
+        "weights are known by their path, whatever lies there by now",
+        "identity.py",
+        "        weights=_weights(),\n",
+        "",
+        f"{_WEIGHTS}::test_no_answer_is_computed_from_what_other_weights_have_cached",
     ),
     Mutant(
         "fragments-unlinked",
