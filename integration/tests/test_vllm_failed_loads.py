@@ -229,6 +229,9 @@ def test_one_request_whose_step_is_planned_on_is_enough(
         with pytest.raises(KVConnectorError, match="1 blocks failed twice in a step"):
             role.update_connector_output(output)
         assert (role._live["runs"].num_computed_tokens, role._live["waits"].num_computed_tokens) == (0, 40)
+        role._live["runs"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        monkeypatch.setattr(role.half, "update_connector_output", lambda reports: None)
+        role.update_connector_output(output)  # no step can have read the blocks of one that still loads
         del role._live["runs"], role._live["waits"]
         monkeypatch.undo()
         engine.check_all_free()
