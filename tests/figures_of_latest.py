@@ -110,7 +110,7 @@ def by_turns() -> Iterator[str]:
 
 
 def misses() -> Iterator[str]:
-    yield f"In vLLM 0.32 that was {over_none('vllm_regimes_0320_h200')['ours']:.3f} before copies yielded"
+    yield f"in vLLM 0.32 it was {over_none('vllm_regimes_0320_h200')['ours']:.3f} before copies yielded"
     over, ours = over_none(MISSES), {row.get("connector"): row for row in result(MISSES)["rows"]}["ours"]
     yield f"**{over['ours']:.4f}** ({ours['over_none_p10']:.3f} to {ours['over_none_p90']:.3f})"
     yield (

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from statistics import median
+from typing import Any
 
 from integration.figures.results import rows_of
 from tests.kept_results import by_regime, claim, goal, result, rows_of_copies
@@ -114,12 +115,64 @@ def submitting() -> Iterator[str]:
     yield f"in the other sizes {min(others):.1f} to {max(others):.1f}, and"
     yield "and {:.1f} to {:.1f} on the H100's host".format(min(spent["submitting_h100"]), max(spent["submitting_h100"]))
     yield f"copies take {min(slower):.1f} to {max(slower):.1f} times as long**"
-    awaited = [
-        one["value"]
-        for name, one in result("submitting_h200")["claims"].items()
-        if name.startswith("share_of_link_of_an_awaited_load")
-    ]
-    yield "reaches {:.3f}, {:.3f}, **{:.3f}** and {:.3f} of the link".format(*awaited)
+
+
+def awaited() -> Iterator[str]:
+    found = {
+        (row["num_bytes"] >> 20, row["waits"], row["path"], row["piece_bytes"]): row
+        for row in result("awaited_h200")["rows"]
+    }
+    up_front, by_layer = ((256, "up front"), (1024, "up front")), ((256, "by layer"),)
+    ours, dma = (shares_of_link(found, up_front, path) for path in ("auto", "runs"))
+    yield "up front reaches {:.2f} to {:.2f} of the link, the goal is missed**".format(*ours)
+    yield "where DMA would reach {:.2f} to {:.2f}".format(*dma)
+    dma, kernel, ours = (
+        ends(
+            sum(end - begin for _, begin, end, _ in row["groups"])
+            for (size, waits, name, _), row in found.items()
+            if (size, waits, name) == (1024, "up front", path)
+        )
+        for path in ("runs", "direct", "auto")
+    )
+    yield "{:.0f} to {:.0f} ms to submit 1 GiB".format(*dma)
+    yield "where the kernel alone takes {:.1f} to {:.1f}".format(*kernel)
+    yield "and ours, which chooses it, **{:.1f} to {:.1f}**".format(*ours)
+    dma, ours, kernel = (shares_of_link(found, by_layer, path) for path in ("runs", "auto", "direct"))
+    yield "DMA reaches {:.2f} to {:.2f} of the link with loads of 256 MiB".format(*dma)
+    yield "there, {:.2f} to {:.2f}".format(*ours)
+    yield "where the kernel alone reaches {:.2f} to {:.2f}".format(*kernel)
+
+
+def awaited_up_front() -> Iterator[str]:
+    found = {
+        (row["num_bytes"] >> 20, row["waits"], row["path"], row["piece_bytes"]): row
+        for row in result("awaited_up_front_h200")["rows"]
+    }
+    light = "by layer in a light step"
+    yield "ours, the kernel there, reached {:.2f} to {:.2f}".format(
+        *shares_of_link(found, ((256, light), (1024, light)), "auto")
+    )
+    tried, kernel, dma = (shares_of_link(found, ((1024, "up front"),), path) for path in ("auto", "direct", "runs"))
+    yield "1 GiB reached {:.3f} to {:.3f} of the link with that".format(*tried)
+    yield "{:.3f} to {:.3f} by the kernel alone and".format(*kernel)
+    yield "and {:.3f} to {:.3f} by DMA alone".format(*dma)
+    ours, dma = (shares_of_link(found, ((4096, "up front"),), path) for path in ("auto", "runs"))
+    yield "ours reached {:.2f} to {:.2f} of the link up front".format(*ours)
+    yield "DMA alone {:.2f} to {:.2f}".format(*dma)
+
+
+def shares_of_link(found: dict[Any, Any], cases: Iterable[tuple[int, str]], path: str) -> tuple[float, float]:
+    """The least and the most of these sizes of loads and ways to wait for them, by this path, over all pieces."""
+    return ends(
+        row["link_ms"] / median(row["all_ms"])
+        for (size, waits, name, _), row in found.items()
+        if (size, waits) in cases and name == path
+    )
+
+
+def ends(values: Iterable[float]) -> tuple[float, float]:
+    kept = list(values)
+    return min(kept), max(kept)
 
 
 def beside_a_model() -> Iterator[str]:
@@ -159,4 +212,4 @@ def worth_in_sglang() -> Iterator[str]:
 
 
 EARLIER_CHATS = (chats, latest_chats, earlier_chats)
-TOLD = (copies, submitting, beside_a_model, small_copies, worth_in_sglang)
+TOLD = (copies, submitting, awaited, awaited_up_front, beside_a_model, small_copies, worth_in_sglang)

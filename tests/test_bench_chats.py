@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ def row(name: str, external_tokens: float, **result: Any) -> dict[str, Any]:
 def test_chats_begin_as_large_as_they_are_on_average() -> None:
     begun = histories(SHAPE)
     assert begun == histories(SHAPE), "the same for every engine"
+    others = histories(replace(SHAPE, users=6))
+    assert not {tuple(history[:100]) for history in begun} & {tuple(history[:100]) for history in others}
     assert sum(map(len, begun)) == pytest.approx(SHAPE.mean_tokens, rel=0.01)
     assert all(SHAPE.document <= len(history) <= SHAPE.max_length - SHAPE.question for history in begun)
     assert SHAPE.mean_tokens * 131072 == pytest.approx(14.86 * 2**30, rel=0.001)

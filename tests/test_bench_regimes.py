@@ -135,13 +135,14 @@ def test_results_of_two_gpus_are_no_comparison(tmp_path: Path, capsys: pytest.Ca
     assert "of several engines, GPUs" in capsys.readouterr().err
 
 
-def test_a_regime_is_of_one_number_of_users(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What the host holds of the chats may be the same, and yet others ask."""
+@pytest.mark.parametrize("number", ["users", "at_once"])
+def test_a_regime_is_of_one_number_of_users(tmp_path: Path, capsys: pytest.CaptureFixture[str], number: str) -> None:
+    """What the host holds of the chats may be the same, and yet others ask, or more of them at a time."""
     files = []
-    for users in (24, 12):
-        rows = chats("offloading", 10, users=users), chats("ours", 20, users=users)
-        files.append(tmp_path / f"{users}.json")
-        files[-1].write_text(json.dumps(result(*rows, chats("ours", 20, share=12 / users, users=users))))
+    for count in (24, 12):
+        rows = chats("offloading", 10, **{number: count}), chats("ours", 20, **{number: count})
+        files.append(tmp_path / f"{count}.json")
+        files[-1].write_text(json.dumps(result(*rows, chats("ours", 20, share=0.5, **{number: 2 * count}))))
     with pytest.raises(SystemExit):
         regimes.main(list(map(str, files)))
     assert "several numbers of users in host_1x_answers_8_vllm_0251" in capsys.readouterr().err

@@ -107,6 +107,22 @@ def test_host_memory_is_ready_before_anything_is_measured(tmp_path: Path, monkey
     assert done == ["host", "misses"]
 
 
+def test_an_engine_that_failed_is_missing_at_each_share_of_the_host() -> None:
+    options = {"part": "options", "host_bytes": 1, "host_shares": [0.5, 1.0], "versions": {"vllm": "0.32.0"}}
+    found, engines = Report("vllm_serving", rows=[options]), Engines()
+    engines.failed["lmcache"] = "it needs a GPU"
+    for _ in range(2):
+        serving.add_failed(found, engines)
+    assert [(row["connector"], row["host_share"]) for row in found.rows[1:]] == [("lmcache", 0.5), ("lmcache", 1.0)]
+
+
+@pytest.mark.parametrize("wrong", ["", "0", "12,0", "12,6,12", "-1"])
+def test_numbers_of_users_are_positive_and_differ(wrong: str) -> None:
+    assert serving.numbers("24,12,6") == [24, 12, 6]
+    with pytest.raises((argparse.ArgumentTypeError, ValueError)):
+        serving.numbers(wrong)
+
+
 @pytest.mark.parametrize(
     ("limit", "wanted", "fits"),
     [

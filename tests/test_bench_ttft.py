@@ -20,6 +20,7 @@ from integration.bench.first_tokens import (
     measure_length,
     measure_part,
     no_hit,
+    num_prompts,
     same_tokens,
 )
 from integration.bench.options import check_device
@@ -35,6 +36,12 @@ def claims(*rows: dict[str, Any]) -> dict[str, float]:
     report = Report("vllm_ttft", rows=[{"part": "options"}, *rows])
     claim_length(report, 8192, link_seconds=0.020)
     return {name: claim["value"] for name, claim in report.claims.items()}
+
+
+def test_shorter_prompts_are_measured_more_often() -> None:
+    lengths = (2048, 8192, 32768)
+    assert [num_prompts(6, length, lengths) for length in lengths] == [24, 12, 6]
+    assert num_prompts(4, 2048, [2048]) == 4, "the longest of those that are asked for"
 
 
 def test_prompts_are_no_whole_chunks_of_lmcache() -> None:

@@ -105,7 +105,7 @@ def start() -> Iterator[str]:
     name = "vllm_ttft_0320_h200"
     (row,) = [row for row in result(name)["rows"] if row["part"] == "startup"]
     ready = claim(name, "ours_host_memory_ready_at_first_token")
-    yield f"came {row['first_token_seconds']:.0f} s after the start, when {ready:.2f} of it was locked"
+    yield f"came {row['first_token_seconds']:.0f} s after the start, when {ready:.2f} of that memory was page-locked"
 
 
 def chats() -> Iterator[str]:
@@ -219,11 +219,11 @@ def lossless() -> Iterator[str]:
 
 
 def choosing() -> Iterator[str]:
-    engines = [row["engines"] for (size, _), row in by_regime().items() if size == 0.5]
+    engines = [row["engines"] for row in by_regime("vllm_regimes_choice_05x_0320_h200").values()]
     ours = [100 * one["ours"]["cached_share"] for one in engines]
     peers = [100 * engine["cached_share"] for one in engines for name, engine in one.items() if name != "ours"]
-    yield f"kept {min(ours):.0f} to {max(ours):.0f} % of prompts cached"
-    yield f"where others kept {min(peers):.0f} to {max(peers):.0f} %"
+    yield f"{min(ours):.0f} to {max(ours):.0f} % of the prompts' tokens were cached under the default policy"
+    yield f"and {min(peers):.0f} to {max(peers):.0f} % with others"
     turns = {
         key: {name: f"{one['turns_per_second']:.2f}" for name, one in row["engines"].items()}
         for key, row in by_regime().items()

@@ -115,6 +115,7 @@ def test_every_part_takes_the_connectors_and_the_gpu_that_it_is_given(stubs: Pat
         done, (asked,) = run(stubs, script, "", "out", *no_peers, part, CONNECTORS=chosen, GPU="2")
         assert done.returncode == 0, done.stderr
         assert asked.endswith(f" --connectors {chosen}") and " --device 2 " in asked
+    assert " --users 12,6 --at-once 6 --host-memory 15200MiB " in asked, "what the part's name says, on one host"
 
 
 @pytest.mark.parametrize(

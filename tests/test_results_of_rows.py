@@ -49,6 +49,13 @@ def of_submitting(found: dict[str, Any]) -> Values:
         yield f"launching_thread_for_a_load_beside_a_long_one_{row['case']}", median(row["us"])
 
 
+def of_awaited(found: dict[str, Any]) -> Values:
+    for row in (row for row in found["rows"] if row["path"] == "auto"):
+        load, waits = f"{row['num_bytes'] >> 20}_MiB", row["waits"].replace(" ", "_")
+        claim = f"share_of_link_{load}_in_pieces_of_{row['piece_bytes'] >> 10}_KiB_waited_for_{waits}"
+        yield claim, row["link_ms"] / median(row["all_ms"])
+
+
 def of_interference(found: dict[str, Any]) -> Values:
     for row in (row for row in rows_of("products", found) if row["way"] == "ours"):
         yield f"products_slower_{row['case']}", median(row["beside_ms"]) / median(row["alone_ms"]) - 1
@@ -107,6 +114,8 @@ OF_ROWS = {
     "copies_before_h200": (of_copies, 26),
     "submitting_h200": (of_submitting, 36),
     "submitting_h100": (of_submitting, 24),
+    "awaited_h200": (of_awaited, 12),
+    "awaited_up_front_h200": (of_awaited, 27),
     "interference_h200": (of_interference, 30),
     "interference_h100": (of_interference, 30),
     "index": (of_index, 3),

@@ -91,8 +91,8 @@ def awaited(result: Result) -> list[str]:
     rows = result["rows"]
     text = (
         f"{named(result)}: loads that a step waits for, share of the link that they reach, median of "
-        f"{len(rows[0]['all_ms'])}; layer by layer, while the launching thread is in Python for half of the time that "
-        f"the load has at the link's rate, and up front. {held_or_bold(result['claims'])}"
+        f"{len(rows[0]['all_ms'])}; layer by layer, while the model-runner thread is in Python for half of the time "
+        f"that the load has at the link's rate, and up front. {held_or_bold(result['claims'])}"
     )
     ways = ("runs", "staged", "direct")
     lines = head(line("a load, pieces", "waited for", "ours", *(_WAYS[name] for name in ways)))

@@ -37,6 +37,7 @@ def test_a_small_run_names_who_is_missing_and_rotates_the_rest(tmp_path: Path, m
         (12, 1.0, 4, "none", 0), (12, 1.0, 4, "ours", 1), (12, 1.0, 8, "ours", 0), (12, 1.0, 8, "none", 1),
         (6, 2.0, 4, "none", 0), (6, 2.0, 4, "ours", 1), (6, 2.0, 8, "ours", 0), (6, 2.0, 8, "none", 1),
     ]  # fmt: skip
+    assert [row["number"] for row in windows] == [1, 1, 2, 2, 3, 3, 4, 4], "chats go on from window to window"
     for row in windows:
         assert row["arrived"] >= row["at_once"] == row["users"] // 2 and row["seconds"] == 1.0
         assert (row["phases"]["external_tokens"] > 0) == (row["connector"] == "ours")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,9 @@ from integration.tests.vllm_engines import (
     transfer_config,
     vllm_version,
 )
-from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
+from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS, ReportMetadata
 from kv_connector.errors import KVConnectorError
+from kv_connector.types import StepReport
 from tests.waiting import until
 
 
@@ -197,5 +199,39 @@ def test_a_load_that_fails_behind_vllms_back_ends_the_engine_and_not_in_wrong_to
             assert request.num_computed_tokens == (blocks.index(6) * BLOCK_SIZE if is_told else 64 if blocks else 0)
             assert request.skip_reading_prefix_cache == (is_told and blocks[0] == 6)
         del role._live["waits"]
+        monkeypatch.undo()
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("order", [("runs", "waits"), ("waits", "runs")])
+def test_one_request_whose_step_is_planned_on_is_enough(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, order: tuple[str, str]
+) -> None:
+    """Whoever else waits for the same blocks: the engine ends, and no request is taken to have computed more."""
+    from vllm.v1.request import RequestStatus
+
+    with running(folder) as engine:
+        role = engine.scheduler.connector._scheduler
+        tables = {"runs": [[6, 7, 8]], "waits": [[4, 5, 6]]}
+        monkeypatch.setattr(role, "shape", replace(role.shape, recomputes=True, takes_nothing_back=True))
+        monkeypatch.setattr(role.half, "holding", lambda lost: order)
+        monkeypatch.setattr(role.half, "block_ids", tables.__getitem__)
+        for name, status in (("runs", RequestStatus.RUNNING), ("waits", RequestStatus.WAITING)):
+            role._live[name] = SimpleNamespace(
+                request_id=name,
+                status=status,
+                num_computed_tokens=40,
+                drop_stale_output=False,
+                skip_reading_prefix_cache=False,
+            )
+        meta = ReportMetadata((StepReport(1, 0, has_failed_in_step=True),))
+        output = SimpleNamespace(invalid_block_ids={6}, kv_connector_worker_meta=meta)
+        with pytest.raises(KVConnectorError, match="1 blocks failed twice in a step"):
+            role.update_connector_output(output)
+        assert (role._live["runs"].num_computed_tokens, role._live["waits"].num_computed_tokens) == (0, 40)
+        role._live["runs"].status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        monkeypatch.setattr(role.half, "update_connector_output", lambda reports: None)
+        role.update_connector_output(output)  # no step can have read the blocks of one that still loads
+        del role._live["runs"], role._live["waits"]
         monkeypatch.undo()
         engine.check_all_free()

@@ -126,6 +126,7 @@ class Crowded:
             self.engine.stats,
             ANSWER_SECONDS,
         )
+        assert not self.engine.scheduler.connector._scheduler._begun_anew, "those that ended are forgotten"
         return self.answers
 
     def check_what_is_cached(self, computed: dict[str, list[int]]) -> None:

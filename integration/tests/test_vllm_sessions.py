@@ -7,11 +7,14 @@ under.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from uuid import uuid4
 
 import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
+
+from vllm.v1.request import RequestStatus
 
 from integration.tests.vllm_engines import (
     BLOCK_SIZE,
@@ -23,6 +26,7 @@ from integration.tests.vllm_engines import (
     vllm_version,
 )
 from integration.tests.vllm_sessions import Drafter, Session, step, step_until_turns
+from kv_connector.engines.vllm.sessions import Sessions
 
 pytestmark = pytest.mark.skipif(vllm_version() < "0.32", reason="older versions keep another part of a turn")
 
@@ -109,3 +113,46 @@ def test_a_turn_that_ends_within_accepted_drafts_spoils_nothing(
         assert engine.alone([whole]) == [computed(engine, whole, 8)]
         assert engine.stats()["host_hit_tokens"] >= len(whole) // BLOCK_SIZE * BLOCK_SIZE - BLOCK_SIZE
         engine.check_all_free()
+
+
+class Turn(SimpleNamespace):
+    """A session as `Sessions` sees it, of which 10 tokens are known when its step is planned."""
+
+    def __init__(self) -> None:
+        super().__init__(resumable=True, num_tokens=10, num_computed_tokens=9, all_token_ids=list(range(10)))
+        self.status = RequestStatus.RUNNING
+
+    def step(self, sessions: Sessions, drafts: list[int], *sampled: int, ends: bool = False) -> None:
+        """A step with these drafts, after which these tokens are the session's."""
+        output = SimpleNamespace(
+            num_scheduled_tokens={"a": 1 + len(drafts)}, scheduled_spec_decode_tokens={"a": drafts} if drafts else {}
+        )
+        sessions.planned(output, {"a": self})  # type: ignore[arg-type]
+        self.num_computed_tokens += 1 + len(drafts)
+        self.all_token_ids += sampled
+        self.num_tokens += len(sampled)
+        if ends:
+            self.status = RequestStatus.WAITING_FOR_STREAMING_REQ
+        sessions.taken_in()
+
+
+@pytest.mark.parametrize(("drafts", "right"), [([20, 21, 22], 12), ([20, 99, 22], 11), ([-1, -1, -1], 13)])
+def test_rows_of_drafts_that_are_not_the_sessions_tokens_are_taken_back(drafts: list[int], right: int) -> None:
+    """Those of asynchronous scheduling, -1, are counted right by vLLM."""
+    turn, sessions = Turn(), Sessions()
+    turn.step(sessions, drafts, 20, 21, ends=True)
+    assert turn.num_computed_tokens == right
+
+
+def test_drafts_of_an_earlier_step_or_of_an_ended_session_are_forgotten() -> None:
+    turn, sessions = Turn(), Sessions()
+    turn.step(sessions, [98, 99], 20)
+    turn.num_computed_tokens = 10  # vLLM takes rejected drafts back
+    turn.step(sessions, [], 21, ends=True)
+    assert turn.num_computed_tokens == 11
+    turn = Turn()
+    turn.step(sessions, [98, 99], 20)
+    sessions.forget("a")
+    turn.status = RequestStatus.FINISHED_ABORTED
+    sessions.taken_in()
+    assert turn.num_computed_tokens == 12

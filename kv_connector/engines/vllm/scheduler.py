@@ -159,12 +159,14 @@ class SchedulerRole:
         return self._blocks.is_cached_as(state.block_id, block_hash, group_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Raises KVConnectorError where a request would continue with bytes that never came. When a load fails vLLM
-        looks for its request among those that load or run: not where the load was announced and the request waits for
-        room, which is computed all the same, nor where the next step's plan has preempted it. And where it has planned
-        on it takes the answer of the next step for the request's, and caches what that computes; so it does where its
-        runner counts on. Raised here and not by a worker: other stages of a pipeline wait for what it computes. With a
-        window alone, and told of blocks, as older versions are, it goes on behind blocks that were never loaded.
+        """Raises KVConnectorError where vLLM would continue a request with bytes that were never loaded.
+
+        When a load fails vLLM looks for its request among those that load or run. It overlooks one whose load was
+        announced and which waits for free blocks: that is computed from here. And it overlooks one that the next step's
+        plan has preempted. Where it has scheduled the next step already, or its runner counts tokens by itself, it
+        takes that step's output for the request's, and caches what the step computes. Older versions are told of
+        blocks, not of requests: with windows in all layers they continue behind blocks that were never loaded. Raised
+        here and not by a worker, as other stages of a pipeline wait for what a worker computes.
         """
         self._sessions.taken_in()
         may_take_output = False
@@ -202,15 +204,16 @@ class SchedulerRole:
             self.half.update_connector_output(meta.reports)
 
     def _compute_from(self, request: Request, tables: Sequence[Sequence[int]], lost: Collection[int]) -> None:
-        """Of requests that share a block that was not loaded, vLLM has the first one compute it and has the others go
-        on behind it: with wrong tokens if that one is aborted, preempted or slower. So each computes for itself. vLLM
-        has looked at the failure before it calls, and has thrown away what the step has sampled for all of them."""
+        """Have the request compute what was not loaded. Where several share such a block vLLM has the first one compute
+        it, and the others continue behind it: with wrong tokens if the first is aborted, preempted or slower. So each
+        computes it for itself. vLLM has handled the failure before it calls, and has discarded what the step has
+        sampled for all of them."""
         for size, ids in zip(self.shape.block_sizes, tables, strict=False):
             first = next((n for n, block_id in enumerate(ids) if block_id in lost), None)
             if first is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * size)
         if request.status in _WAITS and not request.num_computed_tokens:
-            # vLLM looks for a hit of it, and has no place for one where a request has its blocks already.
+            # vLLM would look for a hit, and cannot give its blocks to a request that has blocks already.
             request.skip_reading_prefix_cache = True
             self._begun_anew.add(request.request_id)
 
@@ -255,10 +258,10 @@ class SchedulerRole:
 
 
 def _may_take_output(request: Request, holds: bool, plans_ahead: bool) -> bool:
-    """Whether vLLM may keep what a step has made for a request of blocks that were not loaded, which the request
-    `holds` or has lost. One that waits and holds them has run in no step since it was admitted; where it was preempted
-    before, it was admitted anew when the output of older steps had come, or that is dropped: older versions that plan
-    ahead say neither."""
+    """Whether vLLM may keep the output of a step that has read blocks that were not loaded, for a request that `holds`
+    these blocks or has lost them. One that waits and holds them has run in no step since it was admitted. If it was
+    preempted before that, the output of earlier steps had come by then or is dropped; older versions that plan ahead do
+    not say which."""
     if request.status not in (*_WAITS, RequestStatus.WAITING_FOR_REMOTE_KVS):
         return True
     if hasattr(request, "drop_stale_output"):

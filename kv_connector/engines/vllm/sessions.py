@@ -23,16 +23,17 @@ class _Drafted:
 class Sessions:
     """Takes back what vLLM counts as computed of a session that is not.
 
-    A turn that ends within the drafts that a step has accepted leaves rows of the others behind its last token. vLLM
-    0.32 without asynchronous scheduling goes on behind those rows: the next input's first tokens are never computed,
-    and what is cached from there on has the names of other tokens; the engine ends where that input is no longer.
+    Where a turn ends within the drafts that a step has accepted, the cache has rows of the remaining drafts behind the
+    turn's last token. vLLM 0.32 without asynchronous scheduling counts these rows as computed: the first tokens of the
+    next input are never computed, and blocks are cached from there on under the hashes of other tokens. If the next
+    input has no more tokens than there are such rows, the engine ends.
     """
 
     def __init__(self) -> None:
         self._drafted: dict[str, _Drafted] = {}  # sessions that a step gives drafts to, until it is taken in
 
     def planned(self, output: VllmOutput, live: Mapping[str, Request]) -> None:
-        """A step is planned."""
+        """vLLM has scheduled a step: the drafts that it gives to sessions are kept."""
         for request_id in self._drafted.keys() & output.num_scheduled_tokens.keys():
             del self._drafted[request_id]
         for request_id, drafts in output.scheduled_spec_decode_tokens.items():
@@ -42,7 +43,7 @@ class Sessions:
                 self._drafted[request_id] = _Drafted(request, request.num_tokens, list(drafts))
 
     def taken_in(self) -> None:
-        """vLLM has taken in what a step has computed, and has not planned the next one."""
+        """vLLM has processed the output of a step, and has not scheduled the next one."""
         for request_id, drafted in list(self._drafted.items()):
             if drafted.request.status is not RequestStatus.RUNNING:
                 del self._drafted[request_id]
@@ -54,8 +55,8 @@ class Sessions:
 
 
 def _take_back(drafted: _Drafted) -> None:
-    """Of a session whose turn has ended: only rows of its own tokens are computed, and of its next input, where that
-    has come, not all."""
+    """Of a session whose turn has ended: counts as computed the rows of its own tokens alone. Where its next input has
+    come, one token at least is left to compute."""
     request, first = drafted.request, drafted.num_tokens
     tokens = request.all_token_ids[first : request.num_computed_tokens]
     pairs = enumerate(zip(tokens, drafted.drafts, strict=False))
