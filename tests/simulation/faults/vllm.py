@@ -13,6 +13,7 @@ _SESSIONS = f"{_TESTS}/test_vllm_sessions.py"
 _WITHIN_DRAFTS = "test_a_turn_that_ends_within_accepted_drafts_spoils_nothing"
 _SHARED = "test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it"
 _NO_ROOM = f"{_TESTS}/test_vllm_no_room.py"
+_ONE_IS_ENOUGH = f"{_TESTS}/test_vllm_failed_loads.py::test_one_request_whose_step_is_planned_on_is_enough"
 _ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
 
@@ -62,6 +63,16 @@ VLLM: tuple[Mutant, ...] = (
         "where a session's next input has come already its first tokens count as computed",
         Patch(f"{_FOLDER}/sessions.py", "if token != draft", "if not token"),
         f"{_SESSIONS}::{_WITHIN_DRAFTS}",
+    ),
+    _mutant(
+        "drafts-of-before",
+        "a session's turn is cut at the drafts of an earlier step",
+        Patch(
+            f"{_FOLDER}/sessions.py",
+            "            del self._drafted[request_id]\n        for",
+            "            pass\n        for",
+        ),
+        f"{_SESSIONS}::test_drafts_of_an_earlier_step_or_of_an_ended_session_are_forgotten",
     ),
     _mutant(
         "states-in-the-step",
@@ -258,6 +269,28 @@ VLLM: tuple[Mutant, ...] = (
         "an engine that plans ahead ends where a load fails that no step was to read",
         Patch(f"{_FOLDER}/scheduler.py", " and has_failed_in_step and may_take_output:", " and has_failed_in_step:"),
         _NO_ROOM,
+    ),
+    _mutant(
+        "last-one-decides",
+        "of several requests that hold what was not loaded the last one says whether a step's output may be kept",
+        Patch(f"{_FOLDER}/scheduler.py", "may_take_output |= takes_output", "may_take_output = takes_output"),
+        _ONE_IS_ENOUGH,
+    ),
+    _mutant(
+        "computed-ahead",
+        "a request behind whose tokens a block was not loaded counts as computed up to there",
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "request.num_computed_tokens = min(request.num_computed_tokens, first * size)",
+            "request.num_computed_tokens = first * size",
+        ),
+        _ONE_IS_ENOUGH,
+    ),
+    _mutant(
+        "loading-read",
+        "an engine that plans ahead ends for a request that still loads, which no step has read",
+        Patch(f"{_FOLDER}/scheduler.py", "(*_WAITS, RequestStatus.WAITING_FOR_REMOTE_KVS)", "_WAITS"),
+        _ONE_IS_ENOUGH,
     ),
     _mutant(
         "lost-blocks-named",
