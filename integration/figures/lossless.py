@@ -32,7 +32,7 @@ def host_hits(result: Result) -> list[str]:
         f"{row['entropy_bits']:.2f} bits in {row['of'] if row['of'] == 'SmolLM2' else 'the engine'}"
         for row in rows_of("exponents", result)
     )
-    text = f"How far exponents lie below the largest near them has {told}. {held_and_missed(result['claims'])}"
+    text = f"How far exponents lie below the largest near them, entropy: {told}. {held_and_missed(result['claims'])}"
     return [*first_tokens(result), "", *wrapped(text)]
 
 
