@@ -83,13 +83,18 @@ def mamba2_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def whole_blocks_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where blocks of attention and of states lie in one memory, vLLM 0.32 copies no more of either than the first of
-    its tensors has there: a state. So its own hits inside of blocks give other tokens, unless attention comes first."""
+    its tensors has there: a state. So its own hits inside of blocks give other tokens, unless attention comes first.
+
+    And where a step admits two requests that hit the same block inside, the second copies what the first is about to
+    copy: the copies of a step are made at once, so it has what lay there before, unless they are made one by one."""
     from vllm.v1.worker import gpu_model_runner
 
     copy = gpu_model_runner.copy_kv_cache_blocks_inplace
 
     def copy_whole(caches: Iterable[torch.Tensor], num_blocks: int, copies: Any) -> None:
-        copy(sorted(caches, key=lambda cache: cache[0].nbytes, reverse=True), num_blocks, copies)
+        whole = sorted(caches, key=lambda cache: cache[0].nbytes, reverse=True)
+        for one in copies:
+            copy(whole, num_blocks, [one])
 
     monkeypatch.setattr(gpu_model_runner, "copy_kv_cache_blocks_inplace", copy_whole)
 
