@@ -118,10 +118,7 @@ def submitting() -> Iterator[str]:
 
 
 def awaited() -> Iterator[str]:
-    found = {
-        (row["num_bytes"] >> 20, row["waits"], row["path"], row["piece_bytes"]): row
-        for row in result("awaited_h200")["rows"]
-    }
+    found = awaited_loads("awaited_h200")
     up_front, by_layer = ((256, "up front"), (1024, "up front")), ((256, "by layer"),)
     ours, dma = (shares_of_link(found, up_front, path) for path in ("auto", "runs"))
     yield "up front reaches {:.2f} to {:.2f} of the link, the goal is missed**".format(*ours)
@@ -144,10 +141,7 @@ def awaited() -> Iterator[str]:
 
 
 def awaited_up_front() -> Iterator[str]:
-    found = {
-        (row["num_bytes"] >> 20, row["waits"], row["path"], row["piece_bytes"]): row
-        for row in result("awaited_up_front_h200")["rows"]
-    }
+    found = awaited_loads("awaited_up_front_h200")
     light = "by layer in a light step"
     yield "ours, the kernel there, reached {:.2f} to {:.2f}".format(
         *shares_of_link(found, ((256, light), (1024, light)), "auto")
@@ -159,6 +153,13 @@ def awaited_up_front() -> Iterator[str]:
     ours, dma = (shares_of_link(found, ((4096, "up front"),), path) for path in ("auto", "runs"))
     yield "ours reached {:.2f} to {:.2f} of the link up front".format(*ours)
     yield "DMA alone {:.2f} to {:.2f}".format(*dma)
+
+
+def awaited_loads(name: str) -> dict[Any, Any]:
+    """By MiB, way to wait, path and bytes of a piece."""
+    return {
+        (row["num_bytes"] >> 20, row["waits"], row["path"], row["piece_bytes"]): row for row in result(name)["rows"]
+    }
 
 
 def shares_of_link(found: dict[Any, Any], cases: Iterable[tuple[int, str]], path: str) -> tuple[float, float]:

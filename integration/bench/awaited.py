@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def measure_case(report: Report, case: Case, names: Sequence[PathName], repeats: int) -> None:
-    """All paths and both ways to wait, for pieces of one size and so many bytes."""
+    """All paths and ways to wait, for pieces of one size and so many bytes."""
     link = median(large_copy_ms(case, Direction.LOAD) for _ in range(repeats))
     loaders = {name.value: Loader(case, name) for name in names}
     launching_ms = min(LAUNCHING_MS, LAUNCHING_SHARE * link)

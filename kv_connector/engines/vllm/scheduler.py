@@ -169,39 +169,43 @@ class SchedulerRole:
         here and not by a worker, as other stages of a pipeline wait for what a worker computes.
         """
         self._sessions.taken_in()
-        may_take_output = False
-        if output.invalid_block_ids:
-            for request_id in self.half.holding(output.invalid_block_ids):
-                request, tables = self._live[request_id], self.half.block_ids(request_id)
-                waits = request.status in _WAITS
-                holds = any(not output.invalid_block_ids.isdisjoint(ids) for ids in tables)
-                takes_output = _may_take_output(request, holds, self.shape.takes_nothing_back)
-                may_take_output |= takes_output
-                if waits and (takes_output or not may_truncate(self.shape.groups)):
-                    raise KVConnectorError(
-                        f"the load of request {request_id} failed twice, and vLLM, which has preempted the request or "
-                        "has no room for it, would give it wrong tokens: a smaller --max-num-seqs or more device "
-                        "memory leaves room"
-                    )
-                if self.shape.recomputes and not may_truncate(self.shape.groups):
-                    raise KVConnectorError(
-                        f"the load of request {request_id} failed twice, and this vLLM would compute it with wrong "
-                        "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would "
-                        "end instead, and with vLLM 0.32 it would be computed"
-                    )
-                if holds and (waits or self.shape.recomputes):
-                    self._compute_from(request, tables, output.invalid_block_ids)
+        lost, may_take_output = output.invalid_block_ids, False
+        for request_id in self.half.holding(lost) if lost else ():
+            may_take_output |= self._take_loss(self._live[request_id], lost)
         meta = output.kv_connector_worker_meta
         if isinstance(meta, ReportMetadata):
             has_failed_in_step = any(report.has_failed_in_step for report in meta.reports)
             if self.shape.recomputes_wrongly and has_failed_in_step and may_take_output:
                 raise KVConnectorError(
-                    f"the load of {len(output.invalid_block_ids)} blocks failed twice in a step, and vLLM, with "
+                    f"the load of {len(lost)} blocks failed twice in a step, and vLLM, with "
                     "asynchronous scheduling, a pipeline or Model Runner V2, would continue with wrong tokens: with "
                     "kv_load_failure_policy=fail the request would end instead, and with --no-async-scheduling, "
                     "VLLM_USE_V2_MODEL_RUNNER=0 and no pipeline it would be computed"
                 )
             self.half.update_connector_output(meta.reports)
+
+    def _take_loss(self, request: Request, lost: set[int]) -> bool:
+        """A request that held some of these blocks, which were not loaded, computes them, or vLLM has it do so. Returns
+        whether vLLM may keep the output of a step that has read them. Raises as `update_connector_output`."""
+        tables = self.half.block_ids(request.request_id)
+        waits = request.status in _WAITS
+        holds = any(not lost.isdisjoint(ids) for ids in tables)
+        takes_output = _may_take_output(request, holds, self.shape.takes_nothing_back)
+        if waits and (takes_output or not may_truncate(self.shape.groups)):
+            raise KVConnectorError(
+                f"the load of request {request.request_id} failed twice, and vLLM, which has preempted the request or "
+                "has no room for it, would give it wrong tokens: a smaller --max-num-seqs or more device memory leaves "
+                "room"
+            )
+        if self.shape.recomputes and not may_truncate(self.shape.groups):
+            raise KVConnectorError(
+                f"the load of request {request.request_id} failed twice, and this vLLM would compute it with wrong "
+                "tokens, as its model has sliding windows: with kv_load_failure_policy=fail the request would end "
+                "instead, and with vLLM 0.32 it would be computed"
+            )
+        if holds and (waits or self.shape.recomputes):
+            self._compute_from(request, tables, lost)
+        return takes_output
 
     def _compute_from(self, request: Request, tables: Sequence[Sequence[int]], lost: Collection[int]) -> None:
         """Have the request compute what was not loaded. Where several share such a block vLLM has the first one compute

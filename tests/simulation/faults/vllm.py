@@ -273,7 +273,7 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "last-one-decides",
         "of several requests that hold what was not loaded the last one says whether a step's output may be kept",
-        Patch(f"{_FOLDER}/scheduler.py", "may_take_output |= takes_output", "may_take_output = takes_output"),
+        Patch(f"{_FOLDER}/scheduler.py", "may_take_output |= ", "may_take_output = "),
         _ONE_IS_ENOUGH,
     ),
     _mutant(
