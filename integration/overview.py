@@ -21,13 +21,13 @@ from integration.figures.results import RESULTS, ROOT, read
 
 PICTURE = RESULTS / "overview.png"
 CHATS = {
-    "": tuple(f"vllm_serving_0320_turns_{size}_h200" for size in ("05x", "1x", "2x")),
-    "\nnewest": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("075x", "1x", "2x")),
+    "": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("05x", "075x", "1x", "2x")),
+    "\nolder": tuple(f"vllm_serving_0320_latest_{size}_h200" for size in ("1x", "2x")),
 }
 MISSES = ("vllm_misses_0251_h200", "vllm_misses_0320_h200")
 FIRST_TOKENS = {
-    "\nnewest": "sglang_ttft_alone_h200",
-    "": "sglang_ttft_h200",
+    "": "sglang_ttft_alone_h200",
+    "\nolder": "sglang_ttft_h200",
     "\nslow host": "sglang_ttft_turns_h200",
 }
 """Chats and first tokens by what is written below their names."""
@@ -130,9 +130,9 @@ def _caption() -> str:
     return (
         f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: vLLM 0.32, "
         "12 chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar, the "
-        "newest code on other hosts, at 1x and 2x without SimpleCPUOffloadConnector;\n"
-        f"middle: prompts that nobody repeats. Right: {sglang}, and on another host, whose calls of the "
-        "driver are slow, older code. Older results, other workloads and more that lost: docs/benchmarks_older.md."
+        "newest runs, at 1x and 2x without SimpleCPUOffloadConnector, and older code on another host;\n"
+        f"middle: prompts that nobody repeats. Right: {sglang}, and older code on two other hosts, on one of which "
+        "calls of the driver are slow. Other workloads and more that lost: docs/benchmarks.md and docs/sglang.md."
     )
 
 
