@@ -12,7 +12,6 @@ import pytest
 from integration.bench import regimes
 from integration.bench.peers import LOSSLESS
 from integration.bench.regimes import host_bytes, merged, misses_table, rotated, table, window_seconds
-from integration.figures.results import RESULTS
 from kv_connector.errors import ConfigError
 
 GIB = 2**30
@@ -166,9 +165,11 @@ def test_a_table_of_several_commits_is_of_none(tmp_path: Path, capsys: pytest.Ca
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_result_without_regimes_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_result_without_regimes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    older = tmp_path / "older.json"
+    older.write_text(json.dumps({"name": "vllm_serving", "rows": [{"part": "options"}]}))
     with pytest.raises(SystemExit):
-        regimes.main([str(RESULTS / "vllm_serving_0251_h200.json")])
+        regimes.main([str(older)])
     assert "measure it again" in capsys.readouterr().err
 
 
