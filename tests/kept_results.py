@@ -6,7 +6,6 @@ import re
 from functools import cache
 from typing import Any
 
-from integration.bench.peers import LOSSLESS
 from integration.figures.results import Row, read, rows_of
 
 result = cache(read)
@@ -43,21 +42,10 @@ def over_none(name: str) -> dict[str, float]:
     return {row["connector"]: row["over_none"] for row in result(name)["rows"] if "over_none" in row}
 
 
-def by_regime(name: str = "vllm_regimes_0320_h200") -> dict[tuple[float, int], Row]:
+def by_regime(name: str) -> dict[tuple[float, int], Row]:
     """Regimes of chats in vLLM 0.32 by the host's share and the length of answers."""
     found = rows_of("regime", result(name))
     return {(row["host_share"], row["answer"]): row for row in found}
-
-
-def counted(share: str, answer: int, connector: str = "ours") -> dict[str, float]:
-    """What ours counted in one window of chats in vLLM 0.32."""
-    rows = result(f"vllm_serving_0320_{share}_h200")["rows"]
-    (row,) = [row for row in rows if row.get("connector") == connector and row.get("answer") == answer]
-    return dict(row["counted"]) | dict(row["phases"])
-
-
-def num_loads(share: str, answer: int) -> float:
-    return counted(share, answer)["sync_loads"] + counted(share, answer)["async_loads"]
 
 
 def older_chats() -> dict[tuple[str, str], float]:
@@ -69,36 +57,20 @@ def older_chats() -> dict[tuple[str, str], float]:
     }
 
 
+def least_over_none() -> float:
+    """Throughput where nothing is hit of the older run that lost most."""
+    rows = result("vllm_serving_older_h200")["rows"]
+    return min(float(row["over_none"]["value"]) for row in rows if "over_none" in row)
+
+
 def lossless_over_raw() -> list[float]:
     name = "turns_lossless_over_raw_host_0.75x_answers_{}_vllm_0320"
-    return [claim("vllm_regimes_0320_h200", name.format(answer)) for answer in (8, 32, 128)]
-
-
-def coded_over_raw_by_dma() -> float:
-    """Of host hits of 32,768 tokens, which were measured on different days."""
-    raw = host_hits("vllm_ttft_h200")[32768, "host_hit", "ours"]
-    return host_hits("vllm_lossless_0320_h200")[32768, "host_hit", LOSSLESS] / raw
-
-
-def longer() -> str:
-    """By how many per cent what is computed takes longer with ours than without a connector."""
-    ms, sizes = host_hits("vllm_ttft_0320_h200"), (2048, 8192, 32768)
-    more = [f"{100 * (ms[size, 'computed', 'ours'] / ms[size, 'computed', 'none'] - 1):.1f}" for size in sizes]
-    return "{}, {} and {}".format(*more)
+    return [claim("vllm_serving_0320_075x_h200", name.format(answer)) for answer in (8, 32, 128)]
 
 
 def rows_of_copies(direction: str, piece: int, name: str = "copies_h200") -> list[dict[str, Any]]:
     found = [row for row in result(name)["rows"] if "way" in row]
     return [row for row in found if (row["direction"], row["piece_bytes"]) == (direction, piece)]
-
-
-def window(row: dict[str, Any]) -> str:
-    return f"{row['turns_per_second']:.2f}, {row['ttft_p50_ms']:,.0f} ms, {100 * row['cached_share']:.0f} %"
-
-
-def sglang_by_path() -> dict[tuple[int, str, str], float]:
-    """Host hits of older code by a kernel, `ours`, and packed."""
-    return host_hits("sglang_ttft_paths_h200") | host_hits("sglang_ttft_paths_32k_h200")
 
 
 def sglang_over_hicache(name: str = "ttft", *sizes: int) -> list[float]:
@@ -107,7 +79,7 @@ def sglang_over_hicache(name: str = "ttft", *sizes: int) -> list[float]:
     return [claim(f"sglang_{name}_h200", f"ours_host_hit_over_hicache_{size}") for size in lengths]
 
 
-def sglang_chats(*names: str) -> dict[tuple[float, int, str], Row]:
+def sglang_chats(name: str) -> dict[tuple[float, int, str], Row]:
     """Windows by size of the host, length of answers and connector."""
-    chats = rows_of("chats", *map(result, names))
+    chats = rows_of("chats", result(name))
     return {(row["host_share"], row["answer"], row["connector"]): row for row in chats}

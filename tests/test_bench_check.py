@@ -53,7 +53,7 @@ def test_a_result_is_old_when_the_package_has_changed_since(tmp_path: Path) -> N
 
 def test_old_results_are_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_check.main() == 0
-    assert "vllm_serving_0251_h200.json" in capsys.readouterr().out
+    assert "vllm_misses_0251_h200.json" in capsys.readouterr().out
 
 
 def test_a_copied_tree_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:

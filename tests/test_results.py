@@ -19,18 +19,14 @@ from integration.figures.results import read
 from integration.report import Report
 
 RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
-CHATS_0320 = [f"vllm_serving_0320_{host}_h200" for host in ("05x", "075x", "1x", "2x")]
-CHATS_TURNS = [f"vllm_serving_0320_turns_{host}_h200" for host in ("05x", "1x", "2x")]
 CHATS_LATEST = [f"vllm_serving_0320_latest_{host}_h200" for host in ("1x", "2x")]
 CHATS_CHOICE = [f"vllm_serving_0320_choice_{host}_h200" for host in ("1x", "2x")]
-OLDER = {"vllm_serving_0251_h200", "vllm_ttft_0251_eager_h200", "vllm_ttft_block_major_h200", "vllm_ttft_h200"}
-"""Of 2026-11-22 and before, whose goals had other names."""
 
 
 def measured_by(*names: str) -> list[str]:
-    """Results of these benchmarks, all that are kept but the oldest."""
+    """Results of these benchmarks."""
     kept_ones = {path.stem: json.loads(path.read_text()).get("name") for path in FOLDER.glob("*.json")}
-    return sorted(result for result, name in kept_ones.items() if name in names and result not in OLDER)
+    return sorted(result for result, name in kept_ones.items() if name in names)
 
 
 def kept(name: str) -> dict[str, Any]:
@@ -62,8 +58,6 @@ def test_goals_of_chats_and_of_misses_are_of_their_rows(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("vllm_regimes_0320_h200", CHATS_0320),
-        ("vllm_regimes_turns_0320_h200", CHATS_TURNS),
         ("vllm_regimes_latest_0320_h200", CHATS_LATEST),
         ("vllm_regimes_choice_0320_h200", CHATS_CHOICE),
         ("vllm_regimes_choice_075x_0320_h200", ["vllm_serving_0320_choice_075x_h200"]),

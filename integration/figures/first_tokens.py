@@ -6,12 +6,11 @@ from integration.figures.markdown import head, line, wrapped
 from integration.figures.results import Result, Row, named, rows_of
 
 
-def first_tokens(*results: Result) -> list[str]:
-    """Of runs of other lengths on one kind of GPU."""
-    hits = {(row["tokens"], row["kind"], row["connector"]): row for row in rows_of("hits", *results)}
+def first_tokens(result: Result) -> list[str]:
+    hits = {(row["tokens"], row["kind"], row["connector"]): row for row in rows_of("hits", result)}
     connectors = list(dict.fromkeys(connector for *_, connector in hits))
     lines = [
-        *wrapped(f"{named(*results)}: milliseconds to the first token, median and in brackets least and most."),
+        *wrapped(f"{named(result)}: milliseconds to the first token, median and in brackets least and most."),
         "",
         *head(f"| tokens | {line(*connectors)}"),
     ]

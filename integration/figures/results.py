@@ -27,15 +27,9 @@ def rows_of(part: str, *results: Result) -> list[Row]:
     return [row for result in results for row in result["rows"] if row["part"] == part]
 
 
-def claims_of(*results: Result) -> Claims:
-    """All together, by their names."""
-    return {name: claim for result in results for name, claim in result["claims"].items()}
-
-
-def named(*results: Result) -> str:
-    """Files, and what they have in common: when, of which code, on what."""
-    (common,) = {f"{origin(result)}, {result['hardware']['gpu']}" for result in results}
-    return f"{', '.join(f'`{file}`' for file in (result['file'] for result in results))}, {common}"
+def named(result: Result) -> str:
+    """The file, when it was measured, of which code, on what."""
+    return f"`{result['file']}`, {origin(result)}, {result['hardware']['gpu']}"
 
 
 def origin(result: Result) -> str:

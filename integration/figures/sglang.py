@@ -7,13 +7,13 @@ from statistics import median
 from integration.bench.regimes import MEDIAN_OVER_BEST_PEER
 from integration.figures.first_tokens import first_tokens
 from integration.figures.markdown import bold_unless, head, line, marked, wrapped
-from integration.figures.results import Result, Row, claims_of, held_or_bold, named, rows_of
+from integration.figures.results import Result, Row, held_or_bold, named, rows_of
 
 
-def host_hits(*results: Result) -> list[str]:
+def host_hits(result: Result) -> list[str]:
     """Times to the first token, and what host hits take of HiCache's and of what they need."""
     over: dict[str, dict[str, list[str]]] = {}
-    claims = claims_of(*results)
+    claims = result["claims"]
     loads = [claim for name, claim in claims.items() if "_load_over_link_" in name]
     for name in [name for name in claims if "_host_hit_over_" in name]:
         who, _, against = name.rpartition("_")[0].partition("_host_hit_over_")
@@ -26,23 +26,23 @@ def host_hits(*results: Result) -> list[str]:
     text = f"A host hit over others (goal 1), by length. {'; '.join(told)}."
     if loads:
         text += f" Loads moved at {', '.join(marked(one, 3) for one in loads)} of the link (goal {loads[0]['goal']})."
-    return [*first_tokens(*results), "", *wrapped(text)]
+    return [*first_tokens(result), "", *wrapped(text)]
 
 
-def chats(*results: Result) -> list[str]:
+def chats(result: Result) -> list[str]:
     """A table of chats on hosts of several sizes, and the median of ours over HiCache."""
-    claims = {name: claim for name, claim in claims_of(*results).items() if "_over_" in name}
+    claims = {name: claim for name, claim in result["claims"].items() if "_over_" in name}
     ratios = [claim["value"] for name, claim in claims.items() if name.startswith("turns_over_")]
     goal, value = MEDIAN_OVER_BEST_PEER["sglang"], median(ratios)
     above = (
-        f"{named(*results)}: turns answered a second, p50 (p99) of the time to first token, and the share of prompts "
+        f"{named(result)}: turns answered a second, p50 (p99) of the time to first token, and the share of prompts "
         f"that is cached; the host's size is a multiple of what all chats hold."
     )
     below = (
         f"Of turns ours has {bold_unless(value >= goal, f'{value:.3f}')} times HiCache's in the median of the "
         f"{len(ratios)} lines (goal {goal}). {held_or_bold(claims)}"
     )
-    return [*wrapped(above), "", *_chats_by_host(*results), "", *wrapped(below)]
+    return [*wrapped(above), "", *_chats_by_host(result), "", *wrapped(below)]
 
 
 def misses(result: Result) -> list[str]:
@@ -66,10 +66,10 @@ def misses(result: Result) -> list[str]:
     return lines
 
 
-def _chats_by_host(*results: Result) -> list[str]:
+def _chats_by_host(result: Result) -> list[str]:
     """A line for each size of the host and length of answers: turns a second, p50 and p99 of the time to first token,
     what is cached; and the first of ours over HiCache."""
-    rows, claims = rows_of("chats", *results), claims_of(*results)
+    rows, claims = rows_of("chats", result), result["claims"]
     names = list(dict.fromkeys(row["connector"] for row in rows))
     found = {(row["host_share"], row["answer"], row["connector"]): row for row in rows}
     lines = head(line("host, answers", *names, "turns over hicache's", "p50 over hicache's"))
