@@ -21,14 +21,13 @@ from integration.figures.results import RESULTS, ROOT, read
 
 PICTURE = RESULTS / "overview.png"
 CHATS = {
-    "": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("05x", "075x", "1x", "2x")),
-    "\nolder": tuple(f"vllm_serving_0320_latest_{size}_h200" for size in ("1x", "2x")),
+    "": ("vllm_serving_0320_24_12_h200", "vllm_serving_0320_16_6_h200"),
+    "\nolder": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("1x", "2x")),
 }
 MISSES = ("vllm_misses_0251_h200", "vllm_misses_0320_h200")
 FIRST_TOKENS = {
-    "": "sglang_ttft_alone_h200",
-    "\nolder": "sglang_ttft_h200",
-    "\nslow host": "sglang_ttft_turns_h200",
+    "": "sglang_ttft_dma_h200",
+    "\nolder": "sglang_ttft_alone_h200",
 }
 """Chats and first tokens by what is written below their names."""
 NAMES = {"ours": "kv_connector, default policy"} | PEERS
@@ -129,10 +128,10 @@ def _caption() -> str:
     sglang = f"SGLang {tokens['software']['sglang']}, {tokens['date'][:10]}"
     return (
         f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: vLLM 0.32, "
-        "12 chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar, the "
-        "newest runs, at 1x and 2x without SimpleCPUOffloadConnector, and older code on another host;\n"
-        f"middle: prompts that nobody repeats. Right: {sglang}, and older code on two other hosts, on one of which "
-        "calls of the driver are slow. Other workloads and more that lost: docs/benchmarks.md and docs/sglang.md."
+        "chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar, the newest "
+        "run, beside other engines, and older code on another host, without SimpleCPUOffloadConnector;\n"
+        f"middle: prompts that nobody repeats. Right: {sglang}, and older code on a host with nothing "
+        "beside it. Other workloads and more that lost: docs/benchmarks.md and docs/sglang.md."
     )
 
 

@@ -4,19 +4,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from statistics import median
 
-from integration.figures.results import Row
-from tests.kept_results import by_regime, claim, goal, host_hits, least_over_none, load_rate, over_none, result
+from integration.figures.results import Row, rows_of
+from tests.kept_results import (
+    by_regime,
+    claim,
+    host_hits,
+    least_over_none,
+    load_rate,
+    over_none,
+    result,
+    sglang_over_hicache,
+)
 
-LENGTHS = (2048, 8192, 32768)
-TTFT, LATEST = "vllm_ttft_0320_latest_h200", "vllm_regimes_latest_0320_h200"
+HERE, ELSEWHERE = "vllm_regimes_0320_h200", "vllm_regimes_choice_0320_h200"
+PARTS = ("vllm_serving_0320_24_12_h200", "vllm_serving_0320_16_6_h200")
 MISSES, RANKS = "vllm_misses_0320_h200", "vllm_replicas_h200"
 SYNC = "vllm_serving_0320_sync_1x_h200"
 IN_STEP = 'ours:load_choice="sync"'
 CHOICE = ("vllm_serving_0320_choice_1x_h200", "vllm_serving_0320_choice_2x_h200")
 IN_BACKGROUND = 'ours:load_choice="async"'
-NEWEST, CUT_OFF = "sglang_ttft_alone_h200", "sglang_ttft_short_h200"
+TTFT, TTFT_ALONE = "vllm_ttft_0320_graphs_h200", "vllm_ttft_0320_alone_h200"
+WRITE_THROUGH = "ours:write_through"
+NEWEST, ALONE = "sglang_ttft_dma_h200", "sglang_ttft_alone_h200"
 
 
 def windows(name: str, connector: str) -> list[Row]:
@@ -28,19 +38,62 @@ def turns(name: str, connector: str) -> list[str]:
 
 
 def on_other_hosts() -> Iterator[str]:
-    found = by_regime(LATEST)
-    ratios = sorted(row["over_best_peer"] for row in found.values())
-    assert len(ratios) == 6
-    yield f"had **{ratios[0]:.2f}** to **{ratios[-1]:.2f}** times the best peer's turns on another host"
-    yield f"**{median(ratios):.2f}** in the median"
-    short = [found[size, 8]["engines"] for size in (1, 2)]
-    (ahead,) = {f"{100 * (of['lmcache']['turns_per_second'] / of['ours']['turns_per_second'] - 1):.0f}" for of in short}
-    yield f"with answers of 8 tokens LMCache was ahead by {ahead} %"
-    for engines in (row["engines"] for row in found.values()):
-        others = [engines[name]["turns_per_second"] for name in ("offloading", "lmcache")]
-        assert engines["simple"]["turns_per_second"] <= max(others), "it is nowhere ahead of both others"
-    which = "ours_host_hit_over_offloading_32768"
-    yield f"took **{claim(TTFT, which):.2f}** of OffloadingConnector's time (goal {goal(TTFT, which)})"
+    ratios = sorted(row["over_best_peer"] for row in by_regime(ELSEWHERE).values())
+    yield f"had **{ratios[0]:.2f}** to **{ratios[-1]:.2f}** times the best peer's turns"
+    both = by_regime(HERE)[2, 32]["engines"]
+    yield "and {:.2f} and {:.2f} turns".format(*(both[name]["turns_per_second"] for name in ("ours", WRITE_THROUGH)))
+    assert round(both["ours"]["cached_share"], 2) == round(both[WRITE_THROUGH]["cached_share"], 2) == 0.98
+    yield "took {:.3f}, {:.3f} and **{:.3f}** of HiCache's time".format(*sglang_over_hicache("ttft_alone"))
+
+
+def by_regime_here() -> Iterator[str]:
+    found = by_regime(HERE)
+    over = {regime: row["over_best_peer"] for regime, row in found.items()}
+    level = {regime for regime, ratio in over.items() if round(ratio, 2) == 1}
+    missed = {regime for regime, ratio in over.items() if 1.01 < ratio < 1.05}
+    assert len(over) == 12 and [regime for regime, ratio in over.items() if ratio < 0.99] == [(1, 8)]
+    assert level == {(2, 32)} and missed == {(1, 128), (2, 128)}
+    yield "**Ours is behind in one line, level in another one, and misses 1.05 in two more.**"
+    (worst,) = [row for row in windows(PARTS[0], "ours") if (row["host_share"], row["answer"]) == (1, 8)]
+    engines = found[1, 8]["engines"]
+    assert engines["lmcache"]["turns_per_second"] > engines["ours"]["turns_per_second"]
+    yield f"behind `write_through`, which has {engines[WRITE_THROUGH]['turns_per_second']:.2f} turns"
+    declined = worst["counted"]["declined_saves_blocks"]
+    yield f"declines {declined:,.0f} of the {declined + worst['counted']['saved_blocks']:,.0f} blocks that are new"
+    began_anew = by_regime(ELSEWHERE)[1, 8]["engines"]
+    ratio = began_anew["ours"]["turns_per_second"] / began_anew["lmcache"]["turns_per_second"]
+    yield f"it had {ratio:.2f} times LMCache's turns"
+    rates = [load_rate(row) for name in PARTS for row in result(name)["rows"] if is_ours(row)]
+    yield f"in the step, at {min(rates):.0f} to {max(rates):.0f} GB/s"
+    assert max(row["counted"]["async_loads"] for name in PARTS for row in result(name)["rows"] if is_ours(row)) == 1
+
+
+def decoding_steps() -> Iterator[str]:
+    steps: dict[str, float] = {}
+    for name in ("ours", "lmcache", "offloading", "simple"):
+        of = [row for row in windows(PARTS[1], name) if (row["host_share"], row["answer"]) == (2, 128)]
+        steps[name] = of[0]["phases"]["decode_step_ms"]
+    yield f"{steps['ours']:.2f} ms where loads are in the step, LMCache's {steps['lmcache']:.1f}, and "
+    background = [row["phases"]["decode_step_ms"] for row in windows(CHOICE[1], IN_BACKGROUND) if row["answer"] > 8]
+    for ms in (steps["offloading"], steps["simple"], *background):
+        assert abs(ms - 5.4) < 0.03
+    yield "and 5.39 where they are in the background"
+
+
+def first_tokens() -> Iterator[str]:
+    ms = host_hits(TTFT)
+    yield f"of the {ms[2048, 'host_hit', 'ours']:.1f} ms that a host hit takes there"
+    yield f"{ms[2048, 'device_hit', 'ours']:.1f} are those of a device hit"
+    peers = [ms[2048, "device_hit", name] for name in ("offloading", "simple", "lmcache")]
+    assert ms[2048, "device_hit", "ours"] > max(peers)
+    yield f"(`ours:trace_loads=true`) had {ms[2048, 'host_hit', 'ours:trace_loads=true']:.1f} ms"
+    which = "ours_host_hit_over_nones_device_hit_plus_link_"
+    before = [claim(TTFT_ALONE, f"{which}{size}") for size in (2048, 8192, 32768)]
+    yield "took **{:.2f}**, {:.2f} and **{:.2f}** of its device hit and the bytes".format(*before)
+
+
+def is_ours(row: Row) -> bool:
+    return row["part"] == "chats" and row["connector"] in ("ours", WRITE_THROUGH)
 
 
 def by_where_it_loads() -> Iterator[str]:
@@ -51,22 +104,11 @@ def by_where_it_loads() -> Iterator[str]:
     yield f"two windows of {seconds} s with room for all"
 
 
-def over_peers() -> tuple[list[float], list[float]]:
-    """Turns of the default over the best peer's, and its p50 over the soonest's, by regime."""
-    found = by_regime("vllm_regimes_choice_0320_h200").values()
-    return [row["over_best_peer"] for row in found], [row["p50_over_soonest_peer"] for row in found]
-
-
 def by_choice() -> Iterator[str]:
     pairs = zip(*(turns(name, IN_BACKGROUND) for name in CHOICE), strict=True)
     forms = "**more turns than the default, {} and {} a second**", "with 32 {} and {}", "and with 128 {} and {}."
     for form, pair in zip(forms, pairs, strict=True):
         yield form.format(*pair)
-    for name in CHOICE:
-        assert [row["counted"]["async_loads"] for row in windows(name, "ours")] == [1, 1, 1], "all but one in the step"
-    ratios, late = over_peers()
-    assert len(ratios) == 6 and min(ratios) > 1 > max(late) and sum(ratio < 1.05 for ratio in ratios) == 3
-    yield "**Ours is ahead in all six lines, with a sooner p50 in each, and misses 1.05 in three**"
 
 
 def misses() -> Iterator[str]:
@@ -89,24 +131,35 @@ def ranks() -> Iterator[str]:
 
 
 def newest_in_sglang() -> Iterator[str]:
-    overs = [claim(NEWEST, f"ours_host_hit_over_hicache_{size}") for size in LENGTHS]
-    assert max(overs[:2]) < 1 < overs[2]
-    yield f"at 32,768 it was {100 * (overs[2] - 1):.0f} % later"
-    later, ms = claim(CUT_OFF, "ours_host_hit_over_hicache_8192"), host_hits(CUT_OFF)
-    yield f"at 8,192 {100 * (later - 1):.0f} % longer**"
-    device = ms[8192, "device_hit", "ours"] / ms[8192, "device_hit", "none"]
-    yield f"took {100 * (device - 1):.0f} % longer than those without a host cache"
-    yield f"in the run below it was {100 * (1 - overs[1]):.0f} % sooner"
-    assert all(claim(NEWEST, f"ours_load_over_link_{size}") < 0.95 for size in LENGTHS)
-    (timed,) = [row for row in result(NEWEST)["rows"] if row.get("tokens") == 32768 and is_timed_hit(row)]
-    yield f"moved at {timed['load_bytes_per_second'] / 1e9:.0f} GB/s, and a host hit took {timed['ms']:.1f} ms"
+    ms = host_hits(NEWEST)
+    ours, peer, dma = (
+        [ms[size, "host_hit", name] for size in (2048, 8192, 32768)]
+        for name in ("ours", "hicache", 'ours:copy_path="runs"')
+    )
+    later = [one - other for one, other in zip(ours, peer, strict=True)]
+    yield "later than HiCache's at all lengths**, by {:.1f}, {:.1f} and {:.1f} ms".format(*later)
+    device = [ms[size, "device_hit", "ours"] - ms[size, "device_hit", "none"] for size in (2048, 8192, 32768)]
+    assert [round(more) for more in device] == [3, 2, 0]
+    yield "took {:.3f}, {:.3f} and **{:.3f}** of HiCache's time".format(*sglang_over_hicache("ttft_alone"))
+    won, lost = ours[2] - dma[2], dma[1] - ours[1]
+    yield f"won {won:.1f} ms of the {later[2]:.1f} at 32,768 tokens, and lost {lost:.1f} at 8,192"
+    rates = [row["load_bytes_per_second"] / 1e9 for row in rows_of("hits", result(NEWEST)) if is_hit(row, "ours")]
+    yield f"Its load moved at {min(rates):.0f} to {max(rates):.0f} GB/s"
+    part = {row["connector"]: row for row in rows_of("75_percent", result(NEWEST))}
+    yield f"took {part['hicache']['ms']:.1f} ms with HiCache, and **{part['ours']['ms']:.1f}** with ours"
+    assert part["ours"]["load_stall_ms"] == 0
+    (timed,) = [row for row in result(ALONE)["rows"] if row.get("tokens") == 32768 and is_hit(row, TIMED)]
+    yield f"moved at {timed['load_bytes_per_second'] / 1e9:.0f} GB/s ({timed['ms']:.1f} ms to the first token"
+    (longest,) = [row for row in result(NEWEST)["rows"] if row.get("tokens") == 32768 and is_hit(row, "ours")]
+    yield f"no prompt of 32,768 tokens took longer than {max(longest['all_ms']):.1f} ms"
 
 
-def is_timed_hit(row: Row) -> bool:
-    return row.get("kind") == "host_hit" and row["connector"] == "ours:trace_loads=true"
+def is_hit(row: Row, connector: str) -> bool:
+    return row.get("kind") == "host_hit" and row["connector"] == connector
 
 
-WINDOWS = (SYNC, *CHOICE, "vllm_serving_0320_latest_1x_h200", "vllm_serving_0320_latest_2x_h200")
+TIMED = "ours:trace_loads=true"
+WINDOWS = (SYNC, *CHOICE)
 
 
 def load_rates(names: Iterable[str], kind: str) -> list[float]:
@@ -121,9 +174,18 @@ def load_rates(names: Iterable[str], kind: str) -> list[float]:
 
 
 def in_the_background() -> Iterator[str]:
-    background, in_step = (load_rates(WINDOWS, kind) for kind in ("async", "sync"))
-    yield f"moved at {min(background):.0f} to {max(background):.0f} GB/s"
-    yield f"in the step at {min(in_step):.0f} to {max(in_step):.0f}, on all three hosts"
+    background = load_rates(WINDOWS, "async")
+    yield f"Loads in the background moved at {min(background):.0f} to {max(background):.0f} GB/s there"
 
 
-TOLD = (on_other_hosts, in_the_background, by_choice, by_where_it_loads, misses, ranks)
+TOLD = (
+    on_other_hosts,
+    by_regime_here,
+    decoding_steps,
+    first_tokens,
+    in_the_background,
+    by_choice,
+    by_where_it_loads,
+    misses,
+    ranks,
+)

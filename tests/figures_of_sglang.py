@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.kept_results import claim, goal, host_hits, load_rate, over_none, sglang_chats, sglang_over_hicache
+from tests.kept_results import claim, goal, host_hits, load_rate, over_none, sglang_chats
 
 SLOW = "sglang_serving_turns_2x_h200"
 HERE = "sglang_serving_h200"
@@ -43,8 +43,6 @@ def slow_host() -> Iterator[str]:
 
 
 def first_tokens() -> Iterator[str]:
-    yield "came **{:.2f}, {:.2f} and {:.2f}** times as late as HiCache's".format(*sglang_over_hicache())
-    yield "**{:.2f}, {:.2f} and {:.2f}** times on the slow host".format(*sglang_over_hicache("ttft_turns"))
     ms = host_hits("sglang_ttft_variants_h200")
     ours, peer = (ms[32768, "host_hit", name] for name in ("ours", "hicache"))
     yield f"**{ours:.1f} ms** where HiCache took {peer:.1f}"

@@ -73,7 +73,7 @@ def rows_of_copies(direction: str, piece: int, name: str = "copies_h200") -> lis
     return [row for row in found if (row["direction"], row["piece_bytes"]) == (direction, piece)]
 
 
-def sglang_over_hicache(name: str = "ttft", *sizes: int) -> list[float]:
+def sglang_over_hicache(name: str, *sizes: int) -> list[float]:
     """What a host hit of each length takes of HiCache's."""
     lengths = sizes or (2048, 8192, 32768)
     return [claim(f"sglang_{name}_h200", f"ours_host_hit_over_hicache_{size}") for size in lengths]

@@ -19,7 +19,7 @@ from integration.figures.results import read
 from integration.report import Report
 
 RESULTS = sorted(path.stem for path in FOLDER.glob("*.json"))
-CHATS_LATEST = [f"vllm_serving_0320_latest_{host}_h200" for host in ("1x", "2x")]
+CHATS = [f"vllm_serving_0320_{users}_h200" for users in ("24_12", "16_6")]
 CHATS_CHOICE = [f"vllm_serving_0320_choice_{host}_h200" for host in ("1x", "2x")]
 
 
@@ -58,10 +58,8 @@ def test_goals_of_chats_and_of_misses_are_of_their_rows(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("vllm_regimes_latest_0320_h200", CHATS_LATEST),
+        ("vllm_regimes_0320_h200", CHATS),
         ("vllm_regimes_choice_0320_h200", CHATS_CHOICE),
-        ("vllm_regimes_choice_075x_0320_h200", ["vllm_serving_0320_choice_075x_h200"]),
-        ("vllm_regimes_choice_05x_0320_h200", ["vllm_serving_0320_choice_05x_h200"]),
     ],
 )
 def test_a_table_of_regimes_is_of_its_results(name: str, parts: list[str]) -> None:

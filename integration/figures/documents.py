@@ -22,8 +22,7 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "mutants": ("mutants", simulation.mutants),
     "sglang_chats": ("sglang_serving_h200", sglang.chats),
     "sglang_misses": ("sglang_misses_h200", sglang.misses),
-    "sglang_ttft_short": ("sglang_ttft_short_h200", sglang.host_hits),
-    "sglang_ttft_alone": ("sglang_ttft_alone_h200", sglang.host_hits),
+    "sglang_ttft": ("sglang_ttft_dma_h200", sglang.host_hits),
     "copies": ("copies_h200", copies.scattered),
     "copies_h100": ("copies_h100", copies.scattered),
     "awaited": ("awaited_h200", copies.awaited),
@@ -34,11 +33,9 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "lossless": ("lossless_h200", lossless.whole_copies),
     "lossless_ttft": ("vllm_lossless_0320_latest_h200", lossless.host_hits),
     "lossless_chats": ("vllm_serving_0320_075x_h200", lossless.chats),
-    "regimes_choice": ("vllm_regimes_choice_0320_h200", vllm.regimes),
+    "regimes": ("vllm_regimes_0320_h200", vllm.regimes),
     "newest": (newest.RESULTS, newest.table),
-    "regimes_choice_05x": ("vllm_regimes_choice_05x_0320_h200", vllm.regimes),
-    "regimes_choice_075x": ("vllm_regimes_choice_075x_0320_h200", vllm.regimes),
-    "ttft_alone": ("vllm_ttft_0320_alone_h200", vllm.host_hits),
+    "ttft": ("vllm_ttft_0320_graphs_h200", vllm.host_hits),
 }
 """By the name in a document: the result, or several, and what writes its lines."""
 

@@ -9,14 +9,11 @@ from integration.figures.markdown import bold_unless, head, line, wrapped
 from integration.figures.results import Result, Row, rows_of
 
 RESULTS = (
-    "vllm_regimes_choice_05x_0320_h200",
-    "vllm_regimes_choice_075x_0320_h200",
-    "vllm_regimes_choice_0320_h200",
-    "vllm_ttft_0320_alone_h200",
+    "vllm_regimes_0320_h200",
+    "vllm_ttft_0320_graphs_h200",
     "vllm_misses_0320_h200",
     "sglang_serving_h200",
-    "sglang_ttft_short_h200",
-    "sglang_ttft_alone_h200",
+    "sglang_ttft_dma_h200",
     "sglang_misses_h200",
 )
 
@@ -26,15 +23,14 @@ _SIGNS = {"higher": "≥", "lower": "≤"}
 
 def table(*results: Result) -> list[str]:
     """A line for each kind of measurement, and below what all have in common; `results` are `RESULTS`, in order."""
-    half, small, large, first, misses, in_sglang, short_in_sglang, first_in_sglang, misses_in_sglang = results
+    in_vllm, first, misses, in_sglang, first_in_sglang, misses_in_sglang = results
     titles = ("", "ours", "best of the others", "ours over it", "goal", "commit")
     return [
         *head(line(*titles)),
-        *(each for result in (half, small, large) for each in _chats_in_vllm(result)),
+        *_chats_in_vllm(in_vllm),
         _first_tokens("vLLM", first),
         _misses("vLLM", misses),
         *_chats_in_sglang(in_sglang),
-        _first_tokens("SGLang", short_in_sglang),
         _first_tokens("SGLang", first_in_sglang),
         _misses("SGLang", misses_in_sglang),
         "",

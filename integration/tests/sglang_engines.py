@@ -83,9 +83,7 @@ class SglangEngine:
         rids = [f"request {self._num_requests + i:06}" for i in range(len(prompts))]
         self._num_requests += len(prompts)
         for rid, prompt in zip(rids, prompts, strict=True):
-            self._started[rid] = self.engine.loop.create_task(
-                self._ask(rid, list(prompt), num_tokens, salt, session)
-            )
+            self._started[rid] = self.engine.loop.create_task(self._ask(rid, list(prompt), num_tokens, salt, session))
         self._turn(10)
         return rids
 
