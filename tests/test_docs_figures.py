@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from integration.bench.peers import LOSSLESS
-from integration.figures.results import ROOT, rows_of
+from integration.figures.results import ROOT, origin, rows_of
 from tests import figures_of_latest, figures_of_machines, figures_of_readme, figures_of_sglang, figures_of_turns
 from tests.kept_results import (
     by_regime,
@@ -151,6 +151,7 @@ def vllm() -> Iterator[str]:
 
 
 def policies() -> Iterator[str]:
+    yield f"`policies.json`, {origin(result('policies'))}, `make bench"
     found = result("policies")["rows"]
     margins = sorted(row["margin"] for row in found)
     yield f"worst of {len(found)} rows `adaptive` has **{-margins[0]:.2f} points less**"

@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 
@@ -56,11 +57,10 @@ def measure_starts(report: Report, folder: Path, count: int) -> int:
     taken = 0
     for _ in range(count + 1):
         start, cpu_start = time.perf_counter(), time.process_time()
-        storage = _open(folder, 1 << 50)
-        seconds.append(time.perf_counter() - start)
-        cpu_seconds.append(time.process_time() - cpu_start)
-        taken = int(storage.stats()["stored_bytes"]) + 2 * (folder / "index").stat().st_size
-        storage.close()
+        with closing(_open(folder, 1 << 50)) as storage:
+            seconds.append(time.perf_counter() - start)
+            cpu_seconds.append(time.process_time() - cpu_start)
+            taken = int(storage.stats()["stored_bytes"]) + 2 * (folder / "index").stat().st_size
     first, seconds = seconds[0], seconds[1:]  # the first has no journal
     print(f"known after {median(seconds):.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), {first:.3f} s by listing")
     print(f"of these on the processor: {median(cpu_seconds[1:]):.3f} s")
@@ -73,8 +73,7 @@ def measure_starts(report: Report, folder: Path, count: int) -> int:
 
 def measure_writes(report: Report, root: Path, capacity: int, count: int) -> None:
     """Into the full folder and into an empty one, in turn."""
-    sides = {"full": _open(root / "many", capacity + room_bytes(1, BLOCK)), "empty": _open(root / "empty", 1 << 50)}
-    milliseconds: dict[str, list[float]] = {name: [] for name in sides}
+    milliseconds: dict[str, list[float]] = {"full": [], "empty": []}
     asked: list[float] = []
     is_over = threading.Event()
 
@@ -84,21 +83,23 @@ def measure_writes(report: Report, root: Path, capacity: int, count: int) -> Non
             sides["full"].stats()
             asked.append(1e3 * (time.perf_counter() - start))
 
-    model = threading.Thread(target=ask)
-    model.start()
-    buffer = [memoryview(mmap.mmap(-1, BLOCK))]
-    for turn in range(count):
-        for name in ("full", "empty") if turn % 2 else ("empty", "full"):
-            start = time.perf_counter()
-            done = sides[name].write([_key(f"new {turn}")], buffer).result()
-            milliseconds[name].append(1e3 * (time.perf_counter() - start))
-            assert done == [True], f"the write into the {name} folder failed"
-    is_over.set()
-    model.join()
-    evicted = sides["full"].stats()["evicted_blocks"]
-    assert evicted >= count // 2, f"{evicted} blocks were evicted: the folder was not full"
-    for storage in sides.values():
-        storage.close()
+    with ExitStack() as opened:
+        capacities = {"full": capacity + room_bytes(1, BLOCK), "empty": 1 << 50}
+        folders = {"full": root / "many", "empty": root / "empty"}
+        sides = {name: opened.enter_context(closing(_open(folders[name], capacities[name]))) for name in folders}
+        model = threading.Thread(target=ask)
+        model.start()
+        opened.callback(model.join)
+        opened.callback(is_over.set)
+        buffer = [memoryview(mmap.mmap(-1, BLOCK))]
+        for turn in range(count):
+            for name in ("full", "empty") if turn % 2 else ("empty", "full"):
+                start = time.perf_counter()
+                done = sides[name].write([_key(f"new {turn}")], buffer).result()
+                milliseconds[name].append(1e3 * (time.perf_counter() - start))
+                assert done == [True], f"the write into the {name} folder failed"
+        evicted = sides["full"].stats()["evicted_blocks"]
+        assert evicted >= count // 2, f"{evicted} blocks were evicted: the folder was not full"
     for name, values in milliseconds.items():
         print(f"write into the {name} folder: {median(values):.2f} ms ({min(values):.2f} to {max(values):.2f})")
     print(f"statistics beside it: {median(asked):.4f} ms, most {max(asked):.3f} ms, {len(asked)} times")

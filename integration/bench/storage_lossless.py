@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -74,22 +74,25 @@ class Side:
         self._cache = cache
         self._layout = CacheLayout.from_tensors(cache.tensors, cache.num_blocks)
         form = make_form(self._layout, name)
-        self._host = HostPool(cache.num_blocks, form.block_bytes)
-        self._path = make_path(form, self._host, Config(host_form=name))
         self.block_bytes = form.block_bytes
-        self._copy(Direction.SAVE)
-        self._saved = self._host.tensor.clone()
-        memory = self._host.tensor.numpy().reshape(-1).data
-        identity = RankIdentity(CacheIdentity("SmolLM2", "bfloat16", "NHD", 32), 0, 1)
-        self._storage = open_storage(config, identity, 0, form.block_bytes, memory, form.arrangement, 1)
         self.is_direct = True
-        if isinstance(self._storage, ObjectStorage):
-            assert self._storage.connected.wait(30), "the store was not reached"
-            while self._storage.stats()["breaker_is_open"]:
-                time.sleep(0.01)
-        elif isinstance(self._storage, FilesystemStorage):
-            self._storage.recovered.result()
-            self.is_direct = self._storage.is_direct
+        with ExitStack() as opened:
+            self._host = opened.enter_context(closing(HostPool(cache.num_blocks, form.block_bytes)))
+            self._path = opened.enter_context(closing(make_path(form, self._host, Config(host_form=name))))
+            self._copy(Direction.SAVE)
+            self._saved = self._host.tensor.clone()
+            memory = self._host.tensor.numpy().reshape(-1).data
+            identity = RankIdentity(CacheIdentity("SmolLM2", "bfloat16", "NHD", 32), 0, 1)
+            storage = open_storage(config, identity, 0, form.block_bytes, memory, form.arrangement, 1)
+            self._storage = opened.enter_context(closing(storage))
+            if isinstance(storage, ObjectStorage):
+                assert storage.connected.wait(30), "the store was not reached"
+                while storage.stats()["breaker_is_open"]:
+                    time.sleep(0.01)
+            elif isinstance(storage, FilesystemStorage):
+                storage.recovered.result()
+                self.is_direct = storage.is_direct
+            self._opened = opened.pop_all()
         self._keys = [block_key(i) for i in range(cache.num_blocks)]
         self._blocks = [memory[at : at + form.block_bytes] for at in range(0, len(memory), form.block_bytes)]
 
@@ -121,9 +124,7 @@ class Side:
 
     def close(self) -> None:
         """Release everything."""
-        self._storage.close()
-        self._path.close()
-        self._host.close()
+        self._opened.close()
 
     def _jobs(self) -> Iterator[tuple[Sequence[bytes], Sequence[memoryview]]]:
         return zip(batches(self._keys, READ_BATCH), batches(self._blocks, READ_BATCH), strict=True)
@@ -178,21 +179,22 @@ def mooncake_in(place: Path) -> Iterator[StorageConfig]:
 
 def measure(report: Report, what: str, cache: Cache, config: StorageConfig, repeats: int, is_real: bool) -> None:
     """Both forms in turn; a row for each, and a claim."""
-    sides = [Side(cache, name, config) for name in (HostFormName.RAW, HostFormName.LOSSLESS)]
+    with ExitStack() as opened:
+        forms = (HostFormName.RAW, HostFormName.LOSSLESS)
+        sides = [opened.enter_context(closing(Side(cache, name, config))) for name in forms]
+        for side in sides:
+            side.write()
+        seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+        for turn in range(repeats + 1):
+            for side in sides[:: 1 if turn % 2 else -1]:
+                if not side.is_direct:
+                    drop_caches()
+                taken = side.fetch()
+                if turn:  # the first is for warming up
+                    seconds[side.name].append(taken)
+                else:
+                    side.check()
     for side in sides:
-        side.write()
-    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    for turn in range(repeats + 1):
-        for side in sides[:: 1 if turn % 2 else -1]:
-            if not side.is_direct:
-                drop_caches()
-            taken = side.fetch()
-            if turn:  # the first is for warming up
-                seconds[side.name].append(taken)
-            else:
-                side.check()
-    for side in sides:
-        side.close()
         times = seconds[side.name]
         row = {"what": what, "form": side.name, "blocks": cache.num_blocks, "block_bytes": side.block_bytes}
         row |= {"real_values": is_real, "direct": side.is_direct}

@@ -15,6 +15,7 @@ import mmap
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Protocol
@@ -120,16 +121,14 @@ def main() -> int:
     source, target = memoryview(mmap.mmap(-1, TOTAL)), memoryview(mmap.mmap(-1, TOTAL))
     source[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8).tobytes()
     print(f"{hardware()['cpu']}, {hardware()['cores']} cores; GB/s over loopback TCP, median of {options.repeats}")
-    with running_store(STORE) as master:
-        clients = {size: Raw(master, size, source, target) for size in OBJECT_SIZES}
-        ours = [Ours(master, size, source, target) for size in BLOCK_SIZES]
+    with running_store(STORE) as master, ExitStack() as opened:
+        clients = {size: opened.enter_context(closing(Raw(master, size, source, target))) for size in OBJECT_SIZES}
+        ours = [opened.enter_context(closing(Ours(master, size, source, target))) for size in BLOCK_SIZES]
         sides: list[Side] = [*clients.values(), *ours]
         rates = measure(sides, options.repeats, lambda: _check(source, target))
         compare(report, rates, ours, clients)
         master.kill()
         report.claim("longest_wait_for_a_dead_store", longest_wait(ours[0]), 100, "ms", "lower")
-        for side in sides:
-            side.close()
     report.write(options.json)
     return 0
 

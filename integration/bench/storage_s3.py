@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, Protocol
@@ -122,16 +123,14 @@ def main() -> int:
     source, target = memoryview(mmap.mmap(-1, TOTAL)), memoryview(mmap.mmap(-1, TOTAL))
     source[:] = np.random.default_rng(0).integers(0, 256, TOTAL, dtype=np.uint8).tobytes()
     print(f"{hardware()['cpu']}, {hardware()['cores']} cores; MB/s over loopback, median of {options.repeats}")
-    with running_s3() as server:
+    with running_s3() as server, ExitStack() as opened:
         config = _config(server)
-        sides: list[Side] = [Raw(config, source)]
-        ours = [Ours(config, size, source, target) for size in BLOCK_SIZES]
+        sides: list[Side] = [opened.enter_context(closing(Raw(config, source)))]
+        ours = [opened.enter_context(closing(Ours(config, size, source, target))) for size in BLOCK_SIZES]
         sides += ours
         compare(report, measure(sides, options.repeats))
         server.kill()
         report.claim("longest_wait_for_a_dead_server", longest_wait(ours[0]), 100, "ms", "lower")
-        for side in sides:
-            side.close()
     report.write(options.json)
     return 0
 

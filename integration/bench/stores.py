@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import ExitStack
 from itertools import pairwise
 
 from kv_connector.storage.objects.backend import ObjectStorage
@@ -18,9 +19,12 @@ class OurStore:
         self.storage = storage
         self.source = cut(source, block_bytes)
         self.target = cut(target, block_bytes)
-        assert storage.connected.wait(30), "the store was not reached"
-        while storage.stats()["breaker_is_open"]:
-            time.sleep(0.01)
+        with ExitStack() as failed:
+            failed.callback(storage.close)
+            assert storage.connected.wait(30), "the store was not reached"
+            while storage.stats()["breaker_is_open"]:
+                time.sleep(0.01)
+            failed.pop_all()
 
     def put(self, turn: int) -> None:
         assert all(self.storage.write(self.keys(turn), self.source).result())
