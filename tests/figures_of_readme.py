@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.kept_results import by_regime, least_over_none, over_none, result, sglang_over_hicache
+from integration.figures.markdown import marked
+from tests.figures_of_latest import OLDER, alone_over_hicache, over_two_peers
+from tests.kept_results import by_regime, goal, least_over_none, over_none, result
 
-LATEST, ELSEWHERE = "vllm_regimes_0320_h200", "vllm_regimes_choice_0320_h200"
+LATEST = "vllm_regimes_0320_h200"
 
 
 def policies() -> Iterator[str]:
@@ -18,14 +20,15 @@ def policies() -> Iterator[str]:
 
 
 def losses() -> Iterator[str]:
-    others = sorted(row["over_best_peer"] for row in by_regime(ELSEWHERE).values())
-    yield f"had **{others[0]:.2f}** to **{others[-1]:.2f}** times the best peer's turns on another host"
+    yield f"had {over_two_peers()} times the turns of the better of two peers on another host"
+    which = "ours_host_hit_over_offloading_32768"
+    asked = goal(OLDER, which)
+    yield f"took {marked(result(OLDER)['claims'][which])} of OffloadingConnector's time (e8175df, goal {asked})"
     yield f"where nothing is hit was **{over_none('vllm_misses_0251_h200')['ours']:.3f}** in vLLM 0.25.1"
     slow = result("sglang_serving_turns_2x_h200")["claims"].items()
-    worst = min(one["value"] for which, one in slow if which.startswith("turns_over"))
-    yield f"chats had **{worst:.2f}** of HiCache's turns at worst"
-    alone = sglang_over_hicache("ttft_alone")
-    yield "took {:.2f}, {:.2f} and **{:.2f}** of HiCache's time with nothing beside".format(*alone)
+    worst = min((one for which, one in slow if which.startswith("turns_over")), key=lambda one: one["value"])
+    yield f"chats had {marked(worst)} of HiCache's turns at worst"
+    yield "took {}, {} and {} of its time at 2,048, 8,192 and 32,768 tokens".format(*alone_over_hicache(2))
     yield f"saving costs up to {100 * (1 - least_over_none()):.0f} % of the throughput"
 
 

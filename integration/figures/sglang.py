@@ -14,7 +14,10 @@ def host_hits(result: Result) -> list[str]:
     """Times to the first token, and what host hits take of HiCache's and of what they need."""
     over: dict[str, dict[str, list[str]]] = {}
     claims = result["claims"]
-    loads = [claim for name, claim in claims.items() if "_load_over_link_" in name]
+    loads: dict[str, list[Row]] = {}
+    for name, claim in claims.items():
+        if "_load_over_link_" in name:
+            loads.setdefault(name.partition("_load_over_link_")[0], []).append(claim)
     for name in [name for name in claims if "_host_hit_over_" in name]:
         who, _, against = name.rpartition("_")[0].partition("_host_hit_over_")
         over.setdefault(who, {}).setdefault(against, []).append(marked(claims[name], 3))
@@ -25,7 +28,9 @@ def host_hits(result: Result) -> list[str]:
     ]
     text = f"A host hit over others (goal 1), by length. {'; '.join(told)}."
     if loads:
-        text += f" Loads moved at {', '.join(marked(one, 3) for one in loads)} of the link (goal {loads[0]['goal']})."
+        rates = (f"{', '.join(marked(one, 3) for one in of)} (`{who}`)" for who, of in loads.items())
+        (goal,) = {one["goal"] for of in loads.values() for one in of}
+        text += f" Loads moved at {' and '.join(rates)} of the link (goal {goal})."
     return [*first_tokens(result), "", *wrapped(text)]
 
 
@@ -40,7 +45,7 @@ def chats(result: Result) -> list[str]:
     )
     below = (
         f"Of turns ours has {bold_unless(value >= goal, f'{value:.3f}')} times HiCache's in the median of the "
-        f"{len(ratios)} lines (goal {goal}). {held_or_bold(claims)}"
+        f"{len(ratios)} lines (goal {goal}); besides that {held_or_bold(claims)}"
     )
     return [*wrapped(above), "", *_chats_by_host(result), "", *wrapped(below)]
 
