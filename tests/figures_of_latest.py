@@ -90,6 +90,11 @@ def first_tokens() -> Iterator[str]:
     yield f"{ms[2048, 'device_hit', 'ours']:.1f} are those of a device hit"
     peers = [ms[2048, "device_hit", name] for name in ("offloading", "simple", "lmcache")]
     assert ms[2048, "device_hit", "ours"] > max(peers)
+    options = result(TTFT)["rows"][0]
+    bytes_ms = 1e3 * 2048 * TOKEN_BYTES / options["link_bytes_per_second"]
+    asked = float(goal(TTFT, "ours_host_hit_over_offloading_2048")) * ms[2048, "host_hit", "offloading"]
+    bound = ms[2048, "device_hit", "ours"] + bytes_ms
+    yield f"goal is {asked:.1f} ms here, and a device hit of ours and the bytes at the link's rate would be {bound:.1f}"
     yield f"(`ours:trace_loads=true`) had {ms[2048, 'host_hit', 'ours:trace_loads=true']:.1f} ms"
     which = "ours_host_hit_over_nones_device_hit_plus_link_"
     before = [marked(result(TTFT_ALONE)["claims"][f"{which}{size}"]) for size in (2048, 8192, 32768)]
