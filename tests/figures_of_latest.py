@@ -6,8 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from integration.figures.markdown import marked
-from integration.figures.results import Row, rows_of
+from integration.figures.results import Row
+from tests.figures_of_sglang import alone_over_hicache
 from tests.kept_results import (
+    LENGTHS,
+    TOKEN_BYTES,
+    answered_otherwise,
     by_regime,
     claim,
     goal,
@@ -28,8 +32,6 @@ IN_BACKGROUND = 'ours:load_choice="async"'
 TTFT, TTFT_ALONE = "vllm_ttft_0320_graphs_h200", "vllm_ttft_0320_alone_h200"
 WRITE_THROUGH = "ours:write_through"
 OLDER = "vllm_ttft_0320_h200"
-TOKEN_BYTES = 2 * 32 * 8 * 128 * 2  # keys and values, layers, heads, their size, bf16
-NEWEST, ALONE = "sglang_ttft_dma_h200", "sglang_ttft_alone_h200"
 
 
 def windows(name: str, connector: str) -> list[Row]:
@@ -44,7 +46,7 @@ def on_other_hosts() -> Iterator[str]:
     yield f"had {over_two_peers()} times the turns of the better of two peers"
     which = "ours_host_hit_over_offloading_32768"
     yield f"{marked(result(OLDER)['claims'][which])} of OffloadingConnector's time to the first token"
-    assert f"{goal(OLDER, which)}" == "0.9"
+    assert goal(OLDER, which) == "0.9"
     both = by_regime(HERE)[2, 32]["engines"]
     yield "and {:.2f} and {:.2f} turns".format(*(both[name]["turns_per_second"] for name in ("ours", WRITE_THROUGH)))
     assert round(both["ours"]["cached_share"], 2) == round(both[WRITE_THROUGH]["cached_share"], 2) == 0.98
@@ -97,19 +99,11 @@ def first_tokens() -> Iterator[str]:
     yield f"goal is {asked:.1f} ms here, and a device hit of ours and the bytes at the link's rate would be {bound:.1f}"
     yield f"(`ours:trace_loads=true`) had {ms[2048, 'host_hit', 'ours:trace_loads=true']:.1f} ms"
     which = "ours_host_hit_over_nones_device_hit_plus_link_"
-    before = [marked(result(TTFT_ALONE)["claims"][f"{which}{size}"]) for size in (2048, 8192, 32768)]
+    before = [marked(result(TTFT_ALONE)["claims"][f"{which}{size}"]) for size in LENGTHS]
     yield "a host hit took {}, {} and {} of a device hit without a connector".format(*before)
     yield f"{marked(result(TTFT_ALONE)['claims']['ours_host_hit_over_offloading_2048'])} of OffloadingConnector's time"
-    others = {
-        size: {row["prompts"] - row["tokens_as_computed"] for row in hits_on_device(TTFT) if row["tokens"] == size}
-        for size in (2048, 8192)
-    }
-    assert all(len(of) == 1 for of in others.values()), "with every connector"
-    yield "for {} of 24 prompts of 2,048 tokens and {} of 12 of 8,192".format(*(min(of) for of in others.values()))
-
-
-def hits_on_device(name: str) -> list[Row]:
-    return [row for row in rows_of("hits", result(name)) if row["kind"] == "device_hit"]
+    others = [answered_otherwise(TTFT, size) for size in (2048, 8192)]
+    yield "for {} of 24 prompts of 2,048 tokens and {} of 12 of 8,192".format(*others)
 
 
 def over_two_peers() -> str:
@@ -118,11 +112,6 @@ def over_two_peers() -> str:
     least, *_, most = sorted(claims, key=lambda one: one["value"])
     assert len(claims) == 6
     return f"{marked(least)} to {marked(most)}"
-
-
-def alone_over_hicache(digits: int) -> list[str]:
-    claims = result(ALONE)["claims"]
-    return [marked(claims[f"ours_host_hit_over_hicache_{size}"], digits) for size in (2048, 8192, 32768)]
 
 
 def is_ours(row: Row) -> bool:
@@ -170,59 +159,6 @@ def ranks() -> Iterator[str]:
     yield f"the host holds {tokens:,} tokens of both"
 
 
-def newest_in_sglang() -> Iterator[str]:
-    ms = host_hits(NEWEST)
-    ours, peer, dma = (
-        [ms[size, "host_hit", name] for size in (2048, 8192, 32768)]
-        for name in ("ours", "hicache", 'ours:copy_path="runs"')
-    )
-    later = [one - other for one, other in zip(ours, peer, strict=True)]
-    yield "later than HiCache's at all lengths**, by {:.1f}, {:.1f} and {:.1f} ms".format(*later)
-    device = [ms[size, "device_hit", "ours"] - ms[size, "device_hit", "none"] for size in (2048, 8192, 32768)]
-    assert [round(more) for more in device] == [3, 2, 0]
-    yield "{}, {} and {} of its time".format(*alone_over_hicache(3))
-    there = host_hits(ALONE)
-    for name, form in (
-        ("ours", "ours took {:.1f}, {:.1f} and {:.1f} ms"),
-        ("hicache", "HiCache {:.1f}, {:.1f} and {:.1f}:"),
-    ):
-        yield form.format(*(there[size, "host_hit", name] for size in (2048, 8192, 32768)))
-    (spread,) = [
-        row["all_ms"] for row in rows_of("hits", result(ALONE)) if row["tokens"] == 2048 and is_hit(row, "hicache")
-    ]
-    yield f"HiCache's prompts took {min(spread):.1f} to {max(spread):.1f} ms there"
-    won, lost = ours[2] - dma[2], dma[1] - ours[1]
-    yield f"won {won:.1f} ms of the {later[2]:.1f} at 32,768 tokens, and lost {lost:.1f} at 8,192"
-    rates = [row["load_bytes_per_second"] / 1e9 for row in rows_of("hits", result(NEWEST)) if is_hit(row, "ours")]
-    yield f"Its load moved at {min(rates):.0f} to {max(rates):.0f} GB/s"
-    yield f"takes {2048 * TOKEN_BYTES / rates[0] / 1e6:.1f} ms at 2,048 tokens"
-    (others,) = {
-        row["prompts"] - row["tokens_as_computed"]
-        for row in rows_of("hits", result(NEWEST))
-        if row["tokens"] == 2048 and row["kind"] != "computed"
-    }
-    assert (others, len(spread_of(NEWEST))) == (1, 16), "on the device without the linker as well"
-    yield "Of the 16 prompts of 2,048 tokens one was answered with another token"
-    part = {row["connector"]: row for row in rows_of("75_percent", result(NEWEST))}
-    yield f"took {part['hicache']['ms']:.1f} ms with HiCache, and **{part['ours']['ms']:.1f}** with ours"
-    (timed,) = [row for row in result(ALONE)["rows"] if row.get("tokens") == 32768 and is_hit(row, TIMED)]
-    yield f"moved at {timed['load_bytes_per_second'] / 1e9:.0f} GB/s ({timed['ms']:.1f} ms to the first token"
-    (longest,) = [row for row in result(NEWEST)["rows"] if row.get("tokens") == 32768 and is_hit(row, "ours")]
-    assert len(longest["all_ms"]) == 4
-    yield f"none of four host hits of 32,768 tokens took longer than {max(longest['all_ms']):.1f} ms"
-
-
-def spread_of(name: str) -> list[float]:
-    """Of host hits of ours at 2,048 tokens, ms."""
-    (row,) = [row for row in rows_of("hits", result(name)) if row["tokens"] == 2048 and is_hit(row, "ours")]
-    return list(row["all_ms"])
-
-
-def is_hit(row: Row, connector: str) -> bool:
-    return row.get("kind") == "host_hit" and row["connector"] == connector
-
-
-TIMED = "ours:trace_loads=true"
 WINDOWS = (SYNC, *CHOICE)
 
 

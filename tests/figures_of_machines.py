@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import Any
 
-from integration.figures.markdown import marked
+from integration.figures.markdown import marked, marked_beside_goal
 from integration.figures.results import origin, rows_of
 from tests.kept_results import claim, goal, result, rows
 
@@ -111,8 +111,7 @@ def lossless_from_storage() -> Iterator[str]:
         name = f"{what.replace(', blocks of ', '_').lower()}_lossless_over_raw"
         share = result("storage_lossless")["claims"][name]
         sizes = f", {raw['block_bytes'] >> 10:,} and {coded['block_bytes'] >> 10:,} KiB" if place == "folder" else ""
-        digits = 3 if f"{share['value']:.2f}" == f"{share['goal']:.2f}" else 2
-        yield f"| {place}, {blocks} blocks{sizes} | {' | '.join(times)} | {marked(share, digits)} |"
+        yield f"| {place}, {blocks} blocks{sizes} | {' | '.join(times)} | {marked_beside_goal(share)} |"
 
 
 def s3() -> Iterator[str]:

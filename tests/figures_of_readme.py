@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from integration.figures.markdown import marked
-from tests.figures_of_latest import OLDER, alone_over_hicache, over_two_peers
+from tests.figures_of_latest import OLDER, over_two_peers
+from tests.figures_of_sglang import alone_over_hicache
 from tests.kept_results import by_regime, goal, least_over_none, over_none, result
 
 LATEST = "vllm_regimes_0320_h200"

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.kept_results import claim, goal, host_hits, load_rate, over_none, sglang_chats
+from integration.figures.markdown import marked
+from integration.figures.results import rows_of
+from tests.kept_results import (
+    LENGTHS,
+    TOKEN_BYTES,
+    answered_otherwise,
+    claim,
+    goal,
+    host_hit,
+    host_hits,
+    load_rate,
+    over_none,
+    result,
+    sglang_chats,
+)
 
 SLOW = "sglang_serving_turns_2x_h200"
 HERE = "sglang_serving_h200"
+NEWEST, ALONE = "sglang_ttft_dma_h200", "sglang_ttft_alone_h200"
 
 
 def chats() -> Iterator[str]:
@@ -53,10 +68,45 @@ def slow_host() -> Iterator[str]:
 
 
 def first_tokens() -> Iterator[str]:
-    ms = host_hits("sglang_ttft_variants_h200")
-    ours, peer = ([ms[size, "host_hit", name] for size in (8192, 32768)] for name in ("ours", "hicache"))
+    ms = host_hits(NEWEST)
+    ours, peer, dma = (
+        [ms[size, "host_hit", name] for size in LENGTHS] for name in ("ours", "hicache", 'ours:copy_path="runs"')
+    )
+    later = [one - other for one, other in zip(ours, peer, strict=True)]
+    yield "later than HiCache's at all lengths**, by {:.1f}, {:.1f} and {:.1f} ms".format(*later)
+    device = [ms[size, "device_hit", "ours"] - ms[size, "device_hit", "none"] for size in LENGTHS]
+    assert [round(more) for more in device] == [3, 2, 0]
+    won, lost = ours[2] - dma[2], dma[1] - ours[1]
+    yield f"won {won:.1f} ms of the {later[2]:.1f} at 32,768 tokens, and lost {lost:.1f} at 8,192"
+    rates = [host_hit(NEWEST, size, "ours")["load_bytes_per_second"] / 1e9 for size in LENGTHS]
+    yield f"Its load moved at {min(rates):.0f} to {max(rates):.0f} GB/s"
+    yield f"takes {2048 * TOKEN_BYTES / rates[0] / 1e6:.1f} ms at 2,048 tokens"
+    short, longest = (host_hit(NEWEST, size, "ours")["all_ms"] for size in (2048, 32768))
+    assert (answered_otherwise(NEWEST, 2048), len(short), len(longest)) == (1, 16, 4)
+    yield "Of the 16 prompts of 2,048 tokens one was answered with another token"
+    yield f"none of four host hits of 32,768 tokens took longer than {max(longest):.1f} ms"
+    part = {row["connector"]: row for row in rows_of("75_percent", result(NEWEST))}
+    yield f"took {part['hicache']['ms']:.1f} ms with HiCache, and **{part['ours']['ms']:.1f}** with ours"
+
+
+def first_tokens_elsewhere() -> Iterator[str]:
+    yield "{}, {} and {} of its time".format(*alone_over_hicache(3))
+    alone, varied = host_hits(ALONE), host_hits("sglang_ttft_variants_h200")
+    yield "ours took {:.1f}, {:.1f} and {:.1f} ms".format(*(alone[size, "host_hit", "ours"] for size in LENGTHS))
+    yield "HiCache {:.1f}, {:.1f} and {:.1f}:".format(*(alone[size, "host_hit", "hicache"] for size in LENGTHS))
+    spread = host_hit(ALONE, 2048, "hicache")["all_ms"]
+    yield f"HiCache's prompts took {min(spread):.1f} to {max(spread):.1f} ms there"
+    timed = host_hit(ALONE, 32768, "ours:trace_loads=true")
+    yield f"moved at {timed['load_bytes_per_second'] / 1e9:.0f} GB/s ({timed['ms']:.1f} ms to the first token"
+    ours, peer = ([varied[size, "host_hit", name] for size in (8192, 32768)] for name in ("ours", "hicache"))
     yield "took **{:.1f}** and **{:.1f} ms** at 8,192 and 32,768 tokens".format(*ours)
     yield "where HiCache took {:.1f} and {:.1f}".format(*peer)
+
+
+def alone_over_hicache(digits: int) -> list[str]:
+    """What host hits took of HiCache's time on a host with nothing beside, by length."""
+    claims = result(ALONE)["claims"]
+    return [marked(claims[f"ours_host_hit_over_hicache_{size}"], digits) for size in LENGTHS]
 
 
 def load_rates(name: str) -> list[float]:
@@ -64,4 +114,4 @@ def load_rates(name: str) -> list[float]:
     return [load_rate(row) for (*_, connector), row in sglang_chats(name).items() if connector == "ours"]
 
 
-TOLD = (chats, slow_host, first_tokens)
+TOLD = (chats, slow_host, first_tokens, first_tokens_elsewhere)

@@ -10,6 +10,10 @@ from integration.figures.results import Row, read, rows_of
 
 result = cache(read)
 
+LENGTHS = (2048, 8192, 32768)
+TOKEN_BYTES = 2 * 32 * 8 * 128 * 2
+"""Of Llama-3.1-8B's shape: keys and values, layers, heads, their size, bf16."""
+
 
 def claim(name: str, which: str) -> float:
     return float(result(name)["claims"][which]["value"])
@@ -30,6 +34,21 @@ def rows(name: str, key: str) -> dict[Any, Any]:
 def host_hits(name: str) -> dict[tuple[int, str, str], float]:
     """Milliseconds to the first token by tokens, kind and connector."""
     return {(row["tokens"], row["kind"], row["connector"]): row["ms"] for row in rows_of("hits", result(name))}
+
+
+def host_hit(name: str, tokens: int, connector: str) -> Row:
+    """The row of host hits of one length with one connector."""
+    found = rows_of("hits", result(name))
+    which = tokens, "host_hit", connector
+    (row,) = [row for row in found if (row["tokens"], row["kind"], row["connector"]) == which]
+    return row
+
+
+def answered_otherwise(name: str, tokens: int) -> int:
+    """How many prompts of one length got another token when hit than when computed: as many with every connector."""
+    hits = [row for row in rows_of("hits", result(name)) if row["tokens"] == tokens and row["kind"] != "computed"]
+    (number,) = {row["prompts"] - row["tokens_as_computed"] for row in hits if "void" not in row}
+    return int(number)
 
 
 def load_rate(row: Row) -> float:

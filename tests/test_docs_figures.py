@@ -204,7 +204,7 @@ TOLD: dict[str, tuple[Callable[[], Iterator[str]], ...]] = {
     "docs/choosing.md": (choosing,),
     "docs/lossless.md": (lossless,),
     "docs/peers.md": (transfers,),
-    "docs/sglang.md": (*figures_of_sglang.TOLD, figures_of_latest.newest_in_sglang),
+    "docs/sglang.md": figures_of_sglang.TOLD,
     "docs/storage.md": (attacks_on_storage,),
     "docs/vllm.md": (vllm,),
 }

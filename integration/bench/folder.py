@@ -73,7 +73,8 @@ def measure_starts(report: Report, folder: Path, count: int) -> int:
 
 def measure_writes(report: Report, root: Path, capacity: int, count: int) -> None:
     """Into the full folder and into an empty one, in turn."""
-    milliseconds: dict[str, list[float]] = {"full": [], "empty": []}
+    places = {"full": (root / "many", capacity + room_bytes(1, BLOCK)), "empty": (root / "empty", 1 << 50)}
+    milliseconds: dict[str, list[float]] = {name: [] for name in places}
     asked: list[float] = []
     is_over = threading.Event()
 
@@ -84,9 +85,7 @@ def measure_writes(report: Report, root: Path, capacity: int, count: int) -> Non
             asked.append(1e3 * (time.perf_counter() - start))
 
     with ExitStack() as opened:
-        capacities = {"full": capacity + room_bytes(1, BLOCK), "empty": 1 << 50}
-        folders = {"full": root / "many", "empty": root / "empty"}
-        sides = {name: opened.enter_context(closing(_open(folders[name], capacities[name]))) for name in folders}
+        sides = {name: opened.enter_context(closing(_open(*place))) for name, place in places.items()}
         model = threading.Thread(target=ask)
         model.start()
         opened.callback(model.join)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from integration.bench.storage import batches, block_key, drop_caches, spread
+from integration.bench.stores import wait_until_reached
 from integration.models import smollm2_caches
 from integration.mooncake_master import running_store, store_config, why_not
 from integration.report import Report, hardware
@@ -86,9 +87,7 @@ class Side:
             storage = open_storage(config, identity, 0, form.block_bytes, memory, form.arrangement, 1)
             self._storage = opened.enter_context(closing(storage))
             if isinstance(storage, ObjectStorage):
-                assert storage.connected.wait(30), "the store was not reached"
-                while storage.stats()["breaker_is_open"]:
-                    time.sleep(0.01)
+                wait_until_reached(storage)
             elif isinstance(storage, FilesystemStorage):
                 storage.recovered.result()
                 self.is_direct = storage.is_direct

@@ -21,9 +21,7 @@ class OurStore:
         self.target = cut(target, block_bytes)
         with ExitStack() as failed:
             failed.callback(storage.close)
-            assert storage.connected.wait(30), "the store was not reached"
-            while storage.stats()["breaker_is_open"]:
-                time.sleep(0.01)
+            wait_until_reached(storage)
             failed.pop_all()
 
     def put(self, turn: int) -> None:
@@ -35,6 +33,13 @@ class OurStore:
     def keys(self, turn: int) -> list[bytes]:
         """Of a turn's blocks."""
         return [hashlib.sha256(f"{self.name} {turn} {i}".encode()).digest() for i in range(len(self.source))]
+
+
+def wait_until_reached(storage: ObjectStorage) -> None:
+    """Raises AssertionError where it is not within half a minute."""
+    assert storage.connected.wait(30), "the store was not reached"
+    while storage.stats()["breaker_is_open"]:
+        time.sleep(0.01)
 
 
 def cut(memory: memoryview, size: int) -> list[memoryview]:

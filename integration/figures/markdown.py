@@ -30,6 +30,11 @@ def marked(claim: Row, digits: int = 2) -> str:
     return bold_unless(claim["holds"], f"{claim['value']:.{digits}f}")
 
 
+def marked_beside_goal(claim: Row) -> str:
+    """As `marked`, with a third digit where two would show the goal itself, which may be missed all the same."""
+    return marked(claim, 3 if f"{claim['value']:.2f}" == f"{claim['goal']:.2f}" else 2)
+
+
 def bold_unless(holds: bool, text: str) -> str:
     """The text, bold where a goal is missed."""
     return text if holds else f"**{text}**"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from integration.bench.peers import PEERS
 from integration.figures.first_tokens import first_tokens
-from integration.figures.markdown import head, line, marked, wrapped
+from integration.figures.markdown import head, line, marked, marked_beside_goal, wrapped
 from integration.figures.results import Claims, Result, Row, held, held_and_missed, named, rows_of
 
 _TITLES = {"ours": "ours", "ours:write_through": "ours, `write_through`"} | PEERS
@@ -47,15 +47,12 @@ def _engines_by_regime(found: Sequence[Row], claims: Claims) -> list[str]:
     lines = head(line("host, answers", "over the best peer", "p50 over the soonest", *titles))
     for regime in found:
         of = f"over_best_of_{regime['num_peers']}_peers_host_{regime['host_share']:g}x_answers_{regime['answer']}_"
-        told = [_ratio(next(claims[name] for name in claims if name.startswith(what + of))) for what in _RATIOS]
+        told = [
+            marked_beside_goal(next(claims[name] for name in claims if name.startswith(what + of))) for what in _RATIOS
+        ]
         engines = [_engine(regime["engines"][name]) if name in regime["engines"] else "" for name in names]
         lines.append(line(f"{regime['host_share']:g}x, {regime['answer']}", *told, *engines))
     return lines
-
-
-def _ratio(claim: Row) -> str:
-    """With more digits where two would show the goal itself, which may be missed all the same."""
-    return marked(claim, 3 if round(claim["value"], 2) == claim["goal"] else 2)
 
 
 def _engine(row: Row) -> str:
