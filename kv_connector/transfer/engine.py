@@ -86,6 +86,8 @@ class TransferEngine:
         weakref.finalize(self, _end_copies, tuple(self._submitters.values()), tuple(self._queues.values()))
         self._in_flight: list[Submission] = []
         self._load: Submission | None = None
+        # The stream that waits for the last load, and for how many of its groups.
+        self._waiting: tuple[Any, int] = None, 0
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
 
     def submit_load(self, jobs: Sequence[CopyJob], is_urgent: bool = False) -> frozenset[int]:
@@ -106,6 +108,7 @@ class TransferEngine:
         queue = self._queues[Direction.LOAD]
         groups = self._layer_groups(len(host_ids))
         parts = layer_parts(groups, BlockPairs(device_ids, host_ids), queue.lane.position())
+        self._waiting = None, 0
         self._load = load = self._begin(Direction.LOAD, moving, parts, groups, is_urgent)
         queue.put_first(load)
         if load.is_urgent:
@@ -281,10 +284,12 @@ class TransferEngine:
             pass
         if load.is_lost:
             return self._take_lost_load()
-        if self._traces is None:
-            load.events[group].wait(self._current())
-        else:
-            self._traces.wait(group, self._current())
+        current = self._current()
+        if self._traces is not None:
+            self._traces.wait(group, current)
+        elif self._waiting[0] != current or self._waiting[1] <= group:  # else as for most layers, and some ask twice
+            load.events[group].wait(current)
+            self._waiting = current, group + 1
         return frozenset()
 
     def _take_lost_load(self) -> frozenset[int]:

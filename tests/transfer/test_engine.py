@@ -100,11 +100,26 @@ def test_each_layer_waits_for_its_group_and_only_that(lanes: list[ManualLane]) -
     blocks = list(range(8))  # two regions of 128 bytes a layer: 2048 bytes for 8 blocks, so two layers a group
     engine.submit_load([job(1, LOAD, blocks, blocks)])
     assert len(load.marks) - 1 == len(layer_groups(layout.layer_stops, raw_form(layout).stored_bytes, 8, 4096)) == 2
-    for layer in ("0", "1", "2", "unknown"):
+    waited = []
+    for layer in ("0", "1", "1", "2", "0", "unknown"):
         engine.wait_layer(layer)
-    assert load.waited == [load.marks[1], load.marks[1], load.marks[2]]
+        waited.append(len(load.waited))
+    assert load.waited == [load.marks[1], load.marks[2]], "the stream waits once, and for what is in front as well"
+    assert waited == [1, 1, 1, 2, 2, 2]
     engine.wait_all()
-    assert load.waited[3:] == [load.marks[2]]
+    engine.submit_load([job(2, LOAD, blocks, blocks)])
+    engine.wait_layer("0")
+    assert load.waited[2:] == [load.marks[4]], "another load is waited for anew"
+
+
+def test_each_stream_waits_for_a_layer(lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _, _ = make_engine()
+    load = lanes[0]
+    engine.submit_load([job(1, LOAD, [0], [0])])
+    for stream in ("one", "other", "other"):
+        monkeypatch.setattr(load, "current", lambda stream=stream: stream)
+        engine.wait_layer("0")
+    assert load.waits == [(load.marks[1], "one"), (load.marks[1], "other")]
 
 
 def test_jobs_end_once_their_event_has_completed(lanes: list[ManualLane]) -> None:

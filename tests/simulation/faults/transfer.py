@@ -325,6 +325,18 @@ TRANSFER: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
     ),
     Mutant(
+        "waits-of-other-groups",
+        "a stream that waits for a group of a load does not wait for the next",
+        (Patch(_ENGINE, "!= current or self._waiting[1] <= group:", "!= current:"),),
+        tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
+    ),
+    Mutant(
+        "waits-of-other-streams",
+        "a stream does not wait for what another one waits for",
+        (Patch(_ENGINE, "if self._waiting[0] != current or self._waiting[1] <= group:", "if self._waiting[1] <= group:"),),
+        tested(f"{_TESTS}::test_each_stream_waits_for_a_layer"),
+    ),
+    Mutant(
         "waits-with-the-lock",
         "the submitting thread waits for the device with the lock that everybody needs",
         (
