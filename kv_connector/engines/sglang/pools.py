@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -80,7 +81,7 @@ class DevicePages:
         if not waiting:
             return []
         size = self.page_size
-        ends = torch.cat([ids.ends() for ids in waiting]).numpy()
+        ends = np.concatenate([ids.ends().numpy() for ids in waiting])
         firsts, lasts = ends[:, 0], ends[:, 1]
         ids = firsts // size
         are_pages = (firsts % size == 0) & (lasts == firsts + size - 1) & (ids >= 0) & (ids < self.num_pages)
