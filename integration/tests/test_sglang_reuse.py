@@ -53,6 +53,7 @@ def test_what_a_request_misses_counts_once_when_it_is_looked_up(make: Make) -> N
     time = tree.time
     for first in (0, 0, 1, 0):
         assert driver.lookup("again", names[first:]) == 0
+    driver.learn()
     assert tree.time == time + CHAT
     driver.linker.reset()
     assert tree.time == time + CHAT
@@ -64,6 +65,7 @@ def test_a_request_that_has_the_name_of_one_before_asks_for_itself(make: Make) -
     for count in (2, 3, 6):
         time = driver.half.tree.time
         driver.lookup("chat", keys(count))
+        driver.learn()
         assert driver.half.tree.time == time + count
 
 
@@ -109,11 +111,13 @@ def test_how_far_apart_uses_are_is_told_in_pages_that_requests_ask_for(make: Mak
     driver.lookup("nobody knows these", keys(5, "other"))
     assert distances.count == 0
     driver.lookup("comes back", keys(CHAT, "chat"))
+    driver.learn()
     assert (distances.count, sum(distances.sums)) == (1, 5)
     driver.lookup("nobody knows these either", keys(4, "another"))
     driver.save(keys(CHAT, "chat"), range(1, 1 + CHAT))
     driver.lookup("nor this", keys(1, "one more"))
     driver.lookup("comes back again", keys(CHAT, "chat"))
+    driver.learn()
     assert (distances.count, sum(distances.sums)) == (2, 5 + 1)
 
 
@@ -166,6 +170,7 @@ def test_what_the_device_serves_counts_where_the_host_has_let_go_of_it_too(make:
     assert driver.half.host.absent(nodes) == [0, 1]
     driver.lookup("request", keys(1, "tail"))
     insert(driver, front, keys(1, "tail"))
+    driver.learn()
     assert [round(tree.visits[node]) for node in nodes] == [1, 1]
     driver.round()
     driver.check()
@@ -212,6 +217,7 @@ def test_what_a_prompt_s_last_chunk_computes_is_not_in_front_of_another_prompt(m
     driver.round()
     driver.round()
     driver.lookup("other", keys(1, "other"))
+    driver.learn()
     for chunk, pages in zip(chunks, ([1, 2], [3, 4]), strict=True):
         driver.linker.offload(driver.transfer(chunk, pages))
     time = driver.half.tree.time

@@ -238,7 +238,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         # as it has.
         if known is None or known.block_hashes[-1] != hashes[-1]:
             self._promises.end(rid)
-            self._half.note_asked(hashes)
+            self._replica.note_asked(hashes)
             self._offers.show_asked(hashes)
         return fragment
 

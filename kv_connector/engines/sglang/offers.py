@@ -123,7 +123,7 @@ class Offers:
     def _insert(self, hashes: list[BlockHash], is_new: bool, is_locked: bool) -> None:
         """A node is offered. What the device served of the request that computed it counts as asked for."""
         if front := self._inserts.offer(hashes, is_new, is_locked):
-            self._half.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
+            self._replica.note_asked(list(itertools.chain.from_iterable(front)), on_device=True)
 
     def _take(self, offers: Sequence[_Offer]) -> None:
         """In one step, what the write policy wants of them is saved, behind the forward pass under way."""

@@ -9,7 +9,7 @@ come to the same number of steps, and to the same jobs, is checked where reports
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ...base import Request, SchedulerOutput
@@ -17,7 +17,7 @@ from ...build import build_scheduler, build_worker
 from ...config import Config
 from ...errors import KVConnectorError
 from ...index import CacheIdentity, FragmentTree
-from ...types import StepPlan, StepReport
+from ...types import BlockHash, StepPlan, StepReport
 from .launch import refuse_groups
 from .metrics import PromMetrics
 from .pools import DevicePages
@@ -79,6 +79,7 @@ class Replica:
         )
         self.worker.register_kv_caches(pages.tensors, pages.num_pages, dict.fromkeys(pages.tensors, 0))
         self._untold: list[StepReport] = []
+        self._asked: list[tuple[Sequence[BlockHash], bool]] = []  # and not learned yet
         self._last_job = -1
         self.is_loading = False
         """Whether a step has begun that has not ended."""
@@ -110,6 +111,12 @@ class Replica:
         refuse_groups(report.group_blocks)
         return not lost
 
+    def note_asked(self, hashes: Sequence[BlockHash], on_device: bool = False) -> None:
+        """As `SchedulerHalf.note_asked`, in the next `advance`: a request waits now, and learning takes as long as all
+        else of its look-up, several times that where the processor has done other things since the last one. What is
+        known of these blocks does not change before."""
+        self._asked.append((hashes, on_device))
+
     def has_saved(self, job_id: int) -> bool:
         """Whether a save of a step that has begun has ended on this rank."""
         return job_id not in self._saving
@@ -123,6 +130,9 @@ class Replica:
     def advance(self, num_offers: int = 0, num_ready: int = 0) -> int:
         """A step without requests, and then every rank hears what all have reported. All ranks call it, as often.
         Returns how many of so many offers all could take, where this rank could take those that are ready."""
+        asked, self._asked = self._asked, []
+        for hashes, on_device in asked:
+            self.scheduler.note_asked(hashes, on_device)
         self.step()
         own = _Told(tuple(self._untold), self._last_job, num_offers, num_ready, time.monotonic())
         told: list[_Told] = list(self._ranks.exchange(own))
