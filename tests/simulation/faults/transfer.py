@@ -333,7 +333,7 @@ TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "waits-of-other-streams",
         "a stream does not wait for what another one waits for",
-        (Patch(_ENGINE, "if self._waiting[0] != current or self._waiting[1] <= group:", "if self._waiting[1] <= group:"),),
+        (Patch(_ENGINE, "self._waiting[0] != current or self._waiting[1]", "self._waiting[1]"),),
         tested(f"{_TESTS}::test_each_stream_waits_for_a_layer"),
     ),
     Mutant(
