@@ -84,7 +84,7 @@ class Driver:
 
     def learn(self) -> None:
         """What was asked for, as a step does that comes a while later."""
-        self.linker._replica.advance()
+        self.linker._replica.learn()
 
     def lookup(self, request_id: str, names: Sequence[str]) -> int:
         """In a round, how many pages can be loaded."""

@@ -119,6 +119,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         ranks, which the replicas give by themselves."""
         fragment = self._fragment(rid, page_hashes(transfers[0].keys))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
+            self._replica.learn()  # before storage has brought it
             time.sleep(_NAP_SECONDS)
             self._replica.advance()
         num_pages = found // fragment.page_size
@@ -188,7 +189,10 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._num_rounds += 1
         self._offers.begin_round()
         self._give_up(self._promises.lapse())  # first: what is taken may need their room
-        if self._offers or self._half.has_pending_push_work() or not self._num_rounds % _QUIET_ROUNDS:
+        is_quiet = not self._num_rounds % _QUIET_ROUNDS
+        if is_quiet:
+            self._replica.learn()  # what nobody has computed
+        if is_quiet or self._offers or self._half.has_pending_push_work():
             self._offers.advance()
         return self._offers.num_saved
 
@@ -209,6 +213,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._offers.clear()
         self._replica.finish(self._promises.clear())
         self._replica.worker.drain()
+        self._replica.learn()
         self._replica.advance()
         self._offers.unlock_all()
         if not self._keep_on_flush:

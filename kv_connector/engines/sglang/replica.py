@@ -112,10 +112,15 @@ class Replica:
         return not lost
 
     def note_asked(self, hashes: Sequence[BlockHash], on_device: bool = False) -> None:
-        """As `SchedulerHalf.note_asked`, in the next `advance`: a request waits now, and learning takes as long as all
-        else of its look-up, several times that where the processor has done other things since the last one. What is
-        known of these blocks does not change before."""
+        """As `SchedulerHalf.note_asked`, in the next `learn`: a request waits now, and learning takes longer than all
+        else of its look-up."""
         self._asked.append((hashes, on_device))
+
+    def learn(self) -> None:
+        """What was asked for, in order; at the latest before what requests have computed becomes known."""
+        asked, self._asked = self._asked, []
+        for hashes, on_device in asked:
+            self.scheduler.note_asked(hashes, on_device)
 
     def has_saved(self, job_id: int) -> bool:
         """Whether a save of a step that has begun has ended on this rank."""
@@ -130,9 +135,8 @@ class Replica:
     def advance(self, num_offers: int = 0, num_ready: int = 0) -> int:
         """A step without requests, and then every rank hears what all have reported. All ranks call it, as often.
         Returns how many of so many offers all could take, where this rank could take those that are ready."""
-        asked, self._asked = self._asked, []
-        for hashes, on_device in asked:
-            self.scheduler.note_asked(hashes, on_device)
+        if num_offers:  # not in the round behind a launch: answers wait
+            self.learn()
         self.step()
         own = _Told(tuple(self._untold), self._last_job, num_offers, num_ready, time.monotonic())
         told: list[_Told] = list(self._ranks.exchange(own))
