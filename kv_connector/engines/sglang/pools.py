@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -81,7 +80,8 @@ class DevicePages:
         if not waiting:
             return []
         size = self.page_size
-        ends = np.concatenate([ids.ends().numpy() for ids in waiting])
+        told = [ids.ends() for ids in waiting]
+        ends = (told[0] if len(told) == 1 else torch.cat(told)).numpy()
         firsts, lasts = ends[:, 0], ends[:, 1]
         ids = firsts // size
         are_pages = (firsts % size == 0) & (lasts == firsts + size - 1) & (ids >= 0) & (ids < self.num_pages)
