@@ -86,7 +86,7 @@ class TransferEngine:
         weakref.finalize(self, _end_copies, tuple(self._submitters.values()), tuple(self._queues.values()))
         self._in_flight: list[Submission] = []
         self._load: Submission | None = None
-        # The stream that waits for the last load, and for how many of its groups.
+        # The stream that waits for the last load, and for how many of its regions.
         self._waiting: tuple[Any, int] = None, 0
         self._traces = LoadTraces(lanes[0]) if config.trace_loads else None
 
@@ -189,16 +189,16 @@ class TransferEngine:
         Does nothing for an unknown layer, and where no load is under way. Returns the ids of the load's jobs where it
         turns out that they have failed, once: see `submit_load`.
         """
-        region = self._form.layout.last_region(layer_name)
-        if self._load is None or region < 0:
+        load, region = self._load, self._form.layout.last_region(layer_name)
+        if load is None or region < 0:
             return frozenset()
-        return self._wait_group(self._load, last_group(self._load.groups, region))
+        return self._wait_region(load, region)
 
     def wait_all(self) -> frozenset[int]:
         """Make the current stream wait for every layer of the last load; the host goes on. Result as `wait_layer`."""
         if self._load is None:
             return frozenset()
-        return self._wait_group(self._load, len(self._load.groups) - 1)
+        return self._wait_region(self._load, self._load.groups[-1].stop - 1)
 
     def poll(self) -> list[Completion]:
         """The jobs that have ended since the last call; never blocks."""
@@ -278,18 +278,21 @@ class TransferEngine:
         assert submission.end is not None, "a submission in flight is queued until it is submitted"
         return submission.end
 
-    def _wait_group(self, load: Submission, group: int) -> frozenset[int]:
-        queue = self._queues[Direction.LOAD]
+    def _wait_region(self, load: Submission, region: int) -> frozenset[int]:
+        """For the layer group that the region is of."""
+        current = self._current()
+        if load.ok and region < self._waiting[1] and self._waiting[0] == current:
+            return frozenset()  # as for most layers, and some ask twice
+        queue, group = self._queues[Direction.LOAD], last_group(load.groups, region)
         while len(load.events) <= group and load.end is None and queue.advance():
             pass
         if load.is_lost:
             return self._take_lost_load()
-        current = self._current()
         if self._traces is not None:
             self._traces.wait(group, current)
-        elif self._waiting[0] != current or self._waiting[1] <= group:  # else as for most layers, and some ask twice
+        else:
             load.events[group].wait(current)
-            self._waiting = current, group + 1
+            self._waiting = current, load.groups[group].stop
         return frozenset()
 
     def _take_lost_load(self) -> frozenset[int]:

@@ -318,8 +318,8 @@ TRANSFER: tuple[Mutant, ...] = (
         (
             Patch(
                 _ENGINE,
-                "self._wait_group(self._load, last_group(self._load.groups, region))",
-                "self._wait_group(self._load, 0)",
+                "return self._wait_region(load, region)",
+                "return self._wait_region(load, 0)",
             ),
         ),
         tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
@@ -327,13 +327,13 @@ TRANSFER: tuple[Mutant, ...] = (
     Mutant(
         "waits-of-other-groups",
         "a stream that waits for a group of a load does not wait for the next",
-        (Patch(_ENGINE, "!= current or self._waiting[1] <= group:", "!= current:"),),
+        (Patch(_ENGINE, "load.ok and region < self._waiting[1] and", "load.ok and self._waiting[1] and"),),
         tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
     ),
     Mutant(
         "waits-of-other-streams",
         "a stream does not wait for what another one waits for",
-        (Patch(_ENGINE, "self._waiting[0] != current or self._waiting[1]", "self._waiting[1]"),),
+        (Patch(_ENGINE, "self._waiting[1] and self._waiting[0] == current:", "self._waiting[1]:"),),
         tested(f"{_TESTS}::test_each_stream_waits_for_a_layer"),
     ),
     Mutant(
