@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...base import Request
-from ...index import LEAST_PRIORITY, MOST_PRIORITY, PLAIN, Terms
+from ...index import LEAST_PRIORITY, MOST_PRIORITY, PLAIN, Terms, terms_of
 from ...values import is_one_line, shortened, shown
 
 HINTS_KEY = "cache"
@@ -36,6 +36,8 @@ class Hints:
 
     def terms(self, tenant: int) -> Terms:
         """On which a request of this tenant's has its blocks kept; `PLAIN` itself where they are those."""
+        if self is NO_HINTS:
+            return terms_of(tenant)
         terms = Terms(tenant, self.priority, self.ttl_s is not None and not self.pin)
         return PLAIN if terms == PLAIN else terms
 
@@ -46,7 +48,7 @@ NO_HINTS = Hints()
 def hints_of(request: Request, on_ignored: Callable[[str], None] = lambda reason: None) -> Hints:
     """The hints of a request; `on_ignored` is told of each that is wrong, with the value, the limit and the fix."""
     params = getattr(request, "kv_transfer_params", None)
-    given = params.get(HINTS_KEY) if isinstance(params, Mapping) else None
+    given = params.get(HINTS_KEY) if params is not None and isinstance(params, Mapping) else None
     if given is None:
         return NO_HINTS
     if not isinstance(given, Mapping) or len(given) > _MOST_HINTS:
