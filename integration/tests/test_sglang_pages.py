@@ -69,18 +69,18 @@ def test_an_offer_of_other_than_its_pages_is_refused(make: Make) -> None:
 def test_slots_that_are_not_of_the_pool_are_no_pages(page: int) -> None:
     pages = DevicePages(make_pool(), PAGE)
     ids = [pages.ids_of(torch.arange(PAGE) + PAGE * at) for at in (PAGES, page, 1)]
-    assert pages.read(ids) == [[PAGES], None, [1]]
+    assert [*map(pages.read, ids)] == [[PAGES], None, [1]]
 
 
-def test_of_several_requests_each_has_its_own_pages_or_none() -> None:
-    """Read all at once: one ends within a page, one has another page's last slot in one of its own, two are right, of
-    which one is told by slots that lie apart."""
+def test_slots_are_whole_pages_or_none() -> None:
+    """Some end within a page, some have another page's last slot in one of their own, two are right, of which one is
+    told by slots that lie apart."""
     pages = DevicePages(make_pool(), PAGE)
     right = torch.arange(PAGE, 3 * PAGE)
     torn = right.clone()
     torn[PAGE - 1] = torn[-1]
     told = torch.arange(3 * PAGE, 5 * PAGE - 1), torn, right, torch.stack((right, torn), dim=1)[:, 0]
-    assert pages.read([pages.ids_of(slots) for slots in told]) == [None, None, [1, 2], [1, 2]]
+    assert [pages.read(pages.ids_of(slots)) for slots in told] == [None, None, [1, 2], [1, 2]]
 
 
 def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,14 +106,12 @@ def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest
 
     event = Event()
     cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda device: "stream of the scheduler")
-    host = SimpleNamespace(
-        cuda=cuda, cat=torch.cat, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype)
-    )
+    host = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
     monkeypatch.setattr(pools, "torch", host)
     known = DevicePages(make_pool(), PAGE)
     ids = known.ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
     assert event.stream == "stream of the scheduler" and not ids.have_come()
-    assert known.read([ids]) == [[1, 2]] and event.waited
+    assert known.read(ids) == [1, 2] and event.waited
 
 
 def test_a_cache_that_is_not_known_is_refused() -> None:

@@ -156,8 +156,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         if not self._queued:
             return -1
         queued, self._queued = list(self._queued.values()), {}
-        read = self._pages.read([pages for _, pages in queued])
-        num_kept = sum(self._plan_load(fragment, pages) for (fragment, _), pages in zip(queued, read, strict=True))
+        num_kept = sum(self._plan_load(fragment, self._pages.read(pages)) for fragment, pages in queued)
         self._has_lost = num_kept < len(queued)
         # As far as it is known here: what others of the batch compute, who load nothing, is not.
         num_computed = sum(fragment.num_tokens - pages.num_tokens for fragment, pages in queued)

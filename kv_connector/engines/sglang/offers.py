@@ -132,7 +132,7 @@ class Offers:
         used = [
             self._hold(fragment, [NO_BLOCK] * len(fragment.block_hashes)) for fragment, pages in offers if pages is None
         ]
-        read = self._pages.read([pages for _, pages in locked])
+        read = [self._pages.read(pages) for _, pages in locked]
         held = [self._hold(fragment, ids) for (fragment, _), ids in zip(locked, read, strict=True) if ids is not None]
         job_ids: list[int] = []
         if held:

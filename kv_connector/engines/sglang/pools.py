@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -69,30 +70,22 @@ class DevicePages:
         }
         """By layer, in the order of the forward pass; each of shape (pages, page size, heads, width)."""
         self.device = buffers[0][0].device
+        # By page, its first slot and its last.
+        firsts = np.arange(self.num_pages, dtype=np.int64) * page_size
+        self._ends = np.stack([firsts, firsts + page_size - 1], axis=1)
 
     def ids_of(self, slots: torch.Tensor) -> PageIds:
         """The pages that these token slots, int64 of shape (tokens,), are. Does not wait for the current stream, which
         makes the slots."""
         return PageIds(slots, self.page_size)
 
-    def read(self, waiting: Sequence[PageIds]) -> list[list[int] | None]:
-        """Wait for all of these. None for each that is of others than whole pages of the pool."""
-        if not waiting:
-            return []
-        size = self.page_size
-        told = [ids.ends() for ids in waiting]
-        ends = (told[0] if len(told) == 1 else torch.cat(told)).numpy()
-        firsts, lasts = ends[:, 0], ends[:, 1]
-        ids = firsts // size
-        are_pages = (firsts % size == 0) & (lasts == firsts + size - 1) & (ids >= 0) & (ids < self.num_pages)
-        pages, are_right, start = ids.tolist(), are_pages.tolist(), 0
-        read: list[list[int] | None] = []
-        for each in waiting:
-            num_pages, rest = divmod(each.num_tokens, size)
-            own = slice(start, start + num_pages)
-            read.append(pages[own] if not rest and all(are_right[own]) else None)
-            start = own.stop
-        return read
+    def read(self, pages: PageIds) -> list[int] | None:
+        """Wait for these. None where they are others than whole pages of the pool."""
+        ends = pages.ends().numpy()
+        ids = ends[:, 0] // self.page_size
+        # Compared as bytes: a scheduler that has done other things for a while calls each of NumPy's functions slowly.
+        are_pages = self._ends.take(ids, axis=0, mode="clip").tobytes() == ends.tobytes()
+        return ids.tolist() if are_pages and len(ids) * self.page_size == pages.num_tokens else None
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Does nothing: SGLang has locked them."""
