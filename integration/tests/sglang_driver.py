@@ -108,6 +108,7 @@ class Driver:
 
     def check(self) -> None:
         """Once SGLang has heard of all that ended: nothing is leased, no request is kept, all invariants hold."""
+        self.round()  # behind a launch, it may be
         self.round()
         self.half.check()
         assert len(self.half._requests) == 0

@@ -169,6 +169,21 @@ def test_a_load_that_fails_is_told_and_not_tried_again(make: Make) -> None:
     assert driver.holds(keys(3), [4, 5, 6])
 
 
+def test_the_round_behind_a_load_leaves_its_report_to_the_next(make: Make) -> None:
+    """First tokens wait for that round to end. Another load does not keep the next one from hearing of it."""
+    driver = make()
+    driver.save(keys(3), [1, 2, 3])
+    assert driver.lookup("one", keys(3)) == driver.lookup("other", keys(3)) == 3
+    assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
+    assert driver.forward()
+    assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
+    driver.round()
+    assert driver.half.has_pending_push_work()
+    assert driver.forward()
+    driver.round()
+    assert not driver.half.has_pending_push_work()
+
+
 def fail_for_one_of_two(driver: Driver) -> None:
     """Both were promised the same pages, and the load of one has failed."""
     driver.save(keys(3), [1, 2, 3])

@@ -107,6 +107,8 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._has_lost = False  # one of them, before it began
         self._num_loads = 0
         self._num_rounds = 0
+        self._is_behind_load = False  # one was launched, and no round has begun since
+        self._has_left_reports = False  # the last round has
         self.layer_done_counter = LayerWaits(self._replica, list(pages.tensors))
         self.pools = {PoolName.KV: pages}
         self._replica.advance()
@@ -117,6 +119,7 @@ class TieredKVLinker(UnifiedCacheLinker):
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """How many leading pages can be loaded; they are leased for the request. SGLang needs the same number on all
         ranks, which the replicas give by themselves."""
+        self._hear_reports()
         fragment = self._fragment(rid, page_hashes(transfers[0].keys))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
             self._replica.learn()  # before storage has brought it
@@ -129,6 +132,7 @@ class TieredKVLinker(UnifiedCacheLinker):
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Queue the load of the promised pages into these slots. False, on all ranks alike, if the promise has
         lapsed."""
+        self._hear_reports()
         slots, hashes = transfers[0].device_indices, page_hashes(transfers[0].keys)
         fragment = self._promises.fragment(rid)
         if fragment is None or slots is None or fragment.block_hashes[: len(hashes)] != hashes or rid in self._queued:
@@ -173,6 +177,7 @@ class TieredKVLinker(UnifiedCacheLinker):
         with self._behind_forward():  # whose layers have waited for theirs: nobody else is to
             has_come = self._replica.end()
         self._end_loading()
+        self._is_behind_load = True
         return has_come and not self._has_lost
 
     # After the forward pass.
@@ -184,14 +189,20 @@ class TieredKVLinker(UnifiedCacheLinker):
 
     def num_completed_offloads(self) -> int:
         """Called once in each round of SGLang's scheduler: exchange reports with the other ranks, and plan saves of the
-        offered pages. Returns how many offers have completed."""
+        offered pages. Returns how many offers have completed.
+
+        The first tokens of requests that have loaded wait for the round behind their launch to end: it leaves reports
+        to the next one, or to the first look-up or load in front of that."""
         self._num_rounds += 1
         self._offers.begin_round()
         self._give_up(self._promises.lapse())  # first: what is taken may need their room
         is_quiet = not self._num_rounds % _QUIET_ROUNDS
         if is_quiet:
             self._replica.learn()  # what nobody has computed
-        if is_quiet or self._offers or self._half.has_pending_push_work():
+        is_due = is_quiet or len(self._offers) > 0
+        self._has_left_reports = self._is_behind_load and not (is_due or self._has_left_reports)
+        self._is_behind_load = False
+        if is_due or (not self._has_left_reports and self._half.has_pending_push_work()):
             self._offers.advance()
         return self._offers.num_saved
 
@@ -245,6 +256,13 @@ class TieredKVLinker(UnifiedCacheLinker):
             self._replica.note_asked(hashes)
             self._offers.show_asked(hashes)
         return fragment
+
+    def _hear_reports(self) -> None:
+        """Those that the round has left, in front of whatever goes by them: nobody else is promised, or given, what has
+        failed to load."""
+        if self._has_left_reports:
+            self._has_left_reports = False
+            self._replica.advance()
 
     def _behind_forward(self) -> AbstractContextManager[object]:
         """Copies come behind the forward pass that is under way, on a stream of its own or on this one: it may be
