@@ -145,8 +145,8 @@ SGLANG: tuple[Mutant, ...] = (
         "failed-loads-untold",
         "SGLang goes on with pages that a load has not filled",
         "replica.py",
-        "        return not lost\n\n    def has_saved",
-        "        return True\n\n    def has_saved",
+        "        return not lost\n\n    def note_asked",
+        "        return True\n\n    def note_asked",
         f"{_PROMISES}::test_a_load_that_fails_is_told_and_not_tried_again",
     ),
     _mutant(
