@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from integration.tests.sglang_driver import Driver, Make, keys, linkers
-from kv_connector.engines.sglang import fragments
+from kv_connector.engines.sglang import fragments, linker
 from kv_connector.types import BlockHash
+from tests.waiting import until
 
 CHAT = 3
 
@@ -57,6 +59,36 @@ def test_what_a_request_misses_counts_once_when_it_is_looked_up(make: Make) -> N
     assert tree.time == time + CHAT
     driver.linker.reset()
     assert tree.time == time + CHAT
+    assert driver.lookup("gives up", keys(2, "other")) == 0
+    driver.linker.reset()
+    assert tree.time == time + CHAT + 2, "of what was cached before"
+
+
+def test_what_nobody_computes_counts_after_a_while(make: Make) -> None:
+    driver = make()
+    time = driver.half.tree.time
+    assert driver.lookup("gives up", keys(CHAT)) == 0
+    for _ in range(linker._QUIET_ROUNDS):
+        driver.round()
+    assert driver.half.tree.time == time + CHAT
+
+
+@pytest.mark.parametrize("prefetch", ["best_effort", "timeout"])
+def test_what_storage_brings_for_a_request_was_not_known_to_it(make: Make, tmp_path: Path, prefetch: str) -> None:
+    """A prompt that comes once after a restart would be like one that comes back, at once."""
+    storage = {"path": str(tmp_path), "capacity": "64MiB", "prefetch": prefetch}
+    names = keys(CHAT)
+    before = make(storage=storage)
+    before.save(names, range(1, 1 + CHAT))
+    until(lambda: before.linker.stats()["backed_up_blocks"] >= CHAT, before.round, before.linker.stats)
+    driver = make(storage=storage)
+    tree = driver.half.tree
+    driver.lookup("comes once", names)
+    until(lambda: driver.linker.stats()["host_cached_blocks"] >= CHAT, driver.round, driver.linker.stats)
+    driver.save(names, range(1, 1 + CHAT))
+    assert tree.time == CHAT
+    assert [round(tree.visits[node]) for node in tree.match(fragments.page_hashes(names))] == [0] * CHAT
+    assert driver.half.metrics.histograms["reuse_distance_blocks", "all"].count == 0
 
 
 def test_a_request_that_has_the_name_of_one_before_asks_for_itself(make: Make) -> None:

@@ -122,7 +122,6 @@ class TieredKVLinker(UnifiedCacheLinker):
         self._hear_reports()
         fragment = self._fragment(rid, page_hashes(transfers[0].keys))
         while (found := self._half.get_num_new_matched_tokens(fragment, 0)[0]) is None:
-            self._replica.learn()  # before storage has brought it
             time.sleep(_NAP_SECONDS)
             self._replica.advance()
         num_pages = found // fragment.page_size

@@ -78,6 +78,7 @@ class Replica:
             retries_loads=True,
         )
         self.worker.register_kv_caches(pages.tensors, pages.num_pages, dict.fromkeys(pages.tensors, 0))
+        self._has_storage = config.storage is not None
         self._untold: list[StepReport] = []
         self._asked: list[tuple[Sequence[BlockHash], bool]] = []  # and not learned yet
         self._last_job = -1
@@ -117,7 +118,8 @@ class Replica:
         self._asked.append((hashes, on_device))
 
     def learn(self) -> None:
-        """What was asked for, in order; at the latest before what requests have computed becomes known."""
+        """What was asked for, in order; at the latest before what requests have computed, or storage has brought,
+        becomes known."""
         asked, self._asked = self._asked, []
         for hashes, on_device in asked:
             self.scheduler.note_asked(hashes, on_device)
@@ -135,7 +137,7 @@ class Replica:
     def advance(self, num_offers: int = 0, num_ready: int = 0) -> int:
         """A step without requests, and then every rank hears what all have reported. All ranks call it, as often.
         Returns how many of so many offers all could take, where this rank could take those that are ready."""
-        if num_offers:  # not in the round behind a launch: answers wait
+        if num_offers or self._has_storage:  # not for a look-up behind a launch: answers wait
             self.learn()
         self.step()
         own = _Told(tuple(self._untold), self._last_job, num_offers, num_ready, time.monotonic())
