@@ -182,6 +182,44 @@ def test_the_round_behind_a_load_leaves_its_report_to_the_next(make: Make) -> No
     assert driver.forward()
     driver.round()
     assert not driver.half.has_pending_push_work()
+    driver.save(keys(3, "more"), [10, 11, 12])
+    driver.round()
+    assert not driver.half.has_pending_push_work(), "no load was launched since"
+
+
+def test_what_a_round_has_left_is_heard_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the first look-up behind it, which learns nothing then; with several ranks each step takes a while. Nor is
+    there one where a round has left nothing, or nothing is under way."""
+    driver = make()
+    replica, tree, steps = driver.linker._replica, driver.half.tree, list[int]()
+    driver.save(keys(3), [1, 2, 3])
+    for name in ("one", "other"):
+        assert driver.lookup(name, keys(3)) == 3
+    advance = replica.advance
+    monkeypatch.setattr(replica, "advance", lambda *offers: steps.append(tree.time) or advance(*offers))
+
+    def look_up(name: str) -> int:
+        """In the same round; in how many steps since the last time."""
+        steps.clear()
+        driver.linker.lookup(name, driver.transfer(keys(3)))
+        return len(steps)
+
+    time = tree.time
+    assert driver.linker.load("one", driver.transfer(keys(3), [4, 5, 6]))
+    assert driver.forward()
+    driver.round()
+    assert [look_up("next"), look_up("last")] == [1, 0]
+    assert tree.time == time
+    assert driver.linker.load("other", driver.transfer(keys(3), [7, 8, 9]))
+    assert driver.forward()
+    driver.linker.offload(driver.transfer(keys(3), [1, 2, 3]))
+    driver.round()
+    assert look_up("behind an offer") == 0
+    driver.round()
+    steps.clear()
+    for _ in range(5):
+        driver.round()
+    assert steps == []
 
 
 def fail_for_one_of_two(driver: Driver) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,3 +97,22 @@ def test_ranks_that_do_not_schedule_alike_say_so(make: Make, monkeypatch: pytest
 
     results = run_ranks(make, [offers, offers_nothing], is_latent=False)
     assert any("ranks have not scheduled alike" in str(error) for error in results)
+
+
+def test_ranks_that_have_nothing_under_way_hear_what_time_it_is(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a request that gives up would hold what it was promised for as long."""
+    now = [1000.0]
+    monkeypatch.setattr(linker, "Ranks", ThreadRanks)
+    monkeypatch.setattr(replica, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def work(driver: Driver) -> Any:
+        driver.save(keys(4), range(1, 5))
+        found = driver.lookup("request", keys(4))
+        driver.round()
+        driver.linker._replica._ranks.exchange(None)
+        now[0] = 1100.0
+        for _ in range(linker._QUIET_ROUNDS + 1):
+            driver.round()
+        return found, driver.linker.stats()["host_leased_blocks"]
+
+    assert run_ranks(make, [work, work], is_latent=False) == [(4, 0)] * 2

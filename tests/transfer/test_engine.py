@@ -34,7 +34,7 @@ from tests.copies import (
     ids,
     job,
 )
-from tests.engines import ManualLane, ends, make_engine
+from tests.engines import ManualLane, ends, make_engine, never_submits, submit_all
 
 
 def test_loads_of_about_one_length_are_cut_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +110,10 @@ def test_each_layer_waits_for_its_group_and_only_that(lanes: list[ManualLane]) -
     engine.submit_load([job(2, LOAD, blocks, blocks)])
     engine.wait_layer("0")
     assert load.waited[2:] == [load.marks[4]], "another load is waited for anew"
+    engine.wait_all()
+    assert load.waited[3:] == [load.marks[5]]
+    engine.wait_layer("2")
+    assert len(load.waited) == 4
 
 
 def test_each_stream_waits_for_a_layer(lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,6 +124,19 @@ def test_each_stream_waits_for_a_layer(lanes: list[ManualLane], monkeypatch: pyt
         monkeypatch.setattr(load, "current", lambda stream=stream: stream)
         engine.wait_layer("0")
     assert load.waits == [(load.marks[1], "one"), (load.marks[1], "other")]
+
+
+def test_a_load_that_fails_behind_a_wait_is_told_to_whoever_asks_next(lanes: list[ManualLane]) -> None:
+    """For the same group, too."""
+    engine, _, _ = make_engine(fail_on=1)
+    never_submits(engine)
+    blocks = list(range(8))
+    assert engine.submit_load([job(1, LOAD, blocks, blocks)]) == frozenset()
+    assert engine.wait_layer("0") == frozenset()
+    submit_all(engine)  # as the thread does meanwhile
+    assert engine.wait_layer("0") == {1}
+    assert engine.wait_layer("0") == engine.wait_all() == frozenset(), "told once"
+    assert lanes[0].waited == [lanes[0].marks[1], lanes[0].marks[-1]]
 
 
 def test_jobs_end_once_their_event_has_completed(lanes: list[ManualLane]) -> None:

@@ -337,6 +337,18 @@ TRANSFER: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_each_stream_waits_for_a_layer"),
     ),
     Mutant(
+        "waits-of-lost-loads",
+        "a stream that waits for a group of a load is not told that the load has failed meanwhile",
+        (Patch(_ENGINE, "if load.ok and region", "if region"),),
+        tested(f"{_TESTS}::test_a_load_that_fails_behind_a_wait_is_told_to_whoever_asks_next"),
+    ),
+    Mutant(
+        "all-but-the-last",
+        "who waits for all layers waits for the first group of a load only",
+        (Patch(_ENGINE, "self._load.groups[-1].stop - 1", "self._load.groups[0].stop - 1"),),
+        tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
+    ),
+    Mutant(
         "waits-with-the-lock",
         "the submitting thread waits for the device with the lock that everybody needs",
         (
