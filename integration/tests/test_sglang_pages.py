@@ -107,8 +107,8 @@ def test_ids_of_pages_are_read_when_the_device_has_sent_them(monkeypatch: pytest
     event = Event()
     cuda = SimpleNamespace(Event=lambda: event, current_stream=lambda device: "stream of the scheduler")
     host = SimpleNamespace(cuda=cuda, empty=lambda shape, dtype, pin_memory: torch.zeros(shape, dtype=dtype))
-    monkeypatch.setattr(pools, "torch", host)
     known = DevicePages(make_pool(), PAGE)
+    monkeypatch.setattr(pools, "torch", host)
     ids = known.ids_of(torch.arange(PAGE, 3 * PAGE).as_subclass(Slots))
     assert event.stream == "stream of the scheduler" and not ids.have_come()
     assert known.read(ids) == [1, 2] and event.waited

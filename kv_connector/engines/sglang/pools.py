@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -71,8 +70,8 @@ class DevicePages:
         """By layer, in the order of the forward pass; each of shape (pages, page size, heads, width)."""
         self.device = buffers[0][0].device
         # By page, its first slot and its last.
-        firsts = np.arange(self.num_pages, dtype=np.int64) * page_size
-        self._ends = np.stack([firsts, firsts + page_size - 1], axis=1)
+        firsts = torch.arange(self.num_pages, dtype=torch.int64, device="cpu") * page_size
+        self._ends = torch.stack([firsts, firsts + page_size - 1], dim=1).numpy()
 
     def ids_of(self, slots: torch.Tensor) -> PageIds:
         """The pages that these token slots, int64 of shape (tokens,), are. Does not wait for the current stream, which
