@@ -11,6 +11,7 @@ import pytest
 
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
+from integration.models import tiny
 from integration.servers import free_ports
 from integration.tests.vllm_engines import (
     BLOCK_SIZE,
@@ -41,6 +42,7 @@ class Crowded:
     def __init__(self, engine: VllmEngine, monkeypatch: pytest.MonkeyPatch, transfer: dict[str, Any] | None) -> None:
         self.engine = engine
         self.transfer = transfer  # parameters of the waiting request, that another engine has computed
+        self.adapters: dict[str, Any] = {}
         self.answers: dict[str, list[int]] = {}
         self.begun_anew: list[int] = []  # tokens that are left of a request that vLLM does not look for
         role = engine.scheduler.connector._scheduler
@@ -53,17 +55,20 @@ class Crowded:
 
         monkeypatch.setattr(role, "_compute_from", count)
 
-    def ask(self, name: str, prompt: list[int]) -> None:
+    def ask(self, name: str, prompt: list[int], num_tokens: int | None = None) -> None:
         """The prompt is asked under this name; one that is alike hits nothing, and is cached on the device alone."""
         from vllm import SamplingParams
 
-        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS[name], ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0, max_tokens=num_tokens or NUM_TOKENS[name], ignore_eos=True, detokenize=False
+        )
         if name == "waiting" and self.transfer:
             params.extra_args = {"kv_transfer_params": self.transfer}
         if name == "alike":
             params.skip_reading_prefix_cache = True
             params.extra_args = {"kv_transfer_params": {"cache": {"do_not_cache": True}}}
-        self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params)
+        adapter = self.adapters.get(name)
+        self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=adapter)
 
     def step(self) -> None:
         """One step; answers that are complete are kept."""
@@ -78,7 +83,7 @@ class Crowded:
     def fill(self) -> None:
         """Until the waiting request has been told that it is received, and vLLM has found no room for it."""
         self.ask("other", OTHER)
-        self._go_on("other")
+        self.go_on("other")
         self.engine.hold_loads(True)
         self.ask("waiting", WAITING)
         self._receive("WAITING")
@@ -89,13 +94,13 @@ class Crowded:
         self.step()
         until(lambda: self.request("waiting").status.name == "RUNNING", self.step, self.engine.stats)
         self.ask("alike", ALIKE)  # behind the other one, also when both begin anew
-        self._go_on("alike")
+        self.go_on("alike")
         assert self.request("waiting").num_output_tokens > 1
         self.engine.hold_loads(True)
         assert self.engine.llm.reset_prefix_cache(reset_running_requests=True)
         self._receive("PREEMPTED")
 
-    def _go_on(self, name: str) -> None:
+    def go_on(self, name: str) -> None:
         """Until this one's next token but one takes a block."""
         self.step()
         until(lambda: self.request(name).num_computed_tokens >= NUM_HELD - 1, self.step, self.engine.stats)
@@ -159,9 +164,10 @@ def crowding(
     ahead: bool,
     failure: str = "recompute",
     transfer: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Iterator[Crowded]:
     """An engine that has the waiting prompt on the host, knows how long loads take, and announces each at once; with
-    `transfer` it continues what others have computed."""
+    `transfer` it continues what others have computed. `options` are vLLM's."""
     if ahead:
         if vllm_version().startswith("0.20"):
             pytest.skip("its runner plans ahead on GPUs only")
@@ -170,7 +176,7 @@ def crowding(
     if transfer:
         settings["peer"] = {"secret": "of these tests only", "role": "consumer"}
     config = transfer_config(settings, kv_load_failure_policy=failure)
-    options = {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 1024, "kv_transfer_config": config}
+    options |= {"num_blocks": NUM_BLOCKS, "max_num_batched_tokens": 1024, "kv_transfer_config": config}
     with running(models, **options) as engine:
         assert (engine.core.batch_queue_size == 2) == ahead
         crowded = Crowded(engine, monkeypatch, transfer)
@@ -245,6 +251,41 @@ def test_who_was_preempted_and_waits_for_room_behind_a_load_that_fails_is_comput
         crowded.run()
         assert crowded.end() == {name: computed[name] for name in ("waiting", "alike")}
         crowded.check_what_is_cached(computed)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks_from_those_in_front(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
+) -> None:
+    """vLLM has it wait among those without blocks then, and the other one, which it has preempted, in front of it: that
+    has no room before the first one ends."""
+    from vllm.lora.request import LoRARequest
+
+    adapters = [LoRARequest(f"a{i}", i, str(tiny.write_adapter(tmp_path / f"a{i}", seed=i))) for i in (1, 2)]
+    asked = {"waiting": (WAITING, NUM_TOKENS["waiting"]), "other": (OTHER, 2 * BLOCK_SIZE)}
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
+    with crowding(models, monkeypatch, ahead, **options) as crowded:
+        engine, crowded.adapters = crowded.engine, dict(zip(asked, adapters, strict=True))
+
+        def answer(name: str, **options: Any) -> list[int]:
+            prompt, num_tokens = asked[name]
+            return engine.generate([prompt], num_tokens, adapter=crowded.adapters[name], **options)[0]
+
+        answer("waiting")
+        crowded.forget_device()
+        engine.hold_loads(True)
+        for name, (prompt, num_tokens) in asked.items():
+            crowded.ask(name, prompt, num_tokens)
+        crowded.go_on("other")
+        assert crowded.request("waiting").status.name == "WAITING"
+        crowded.fail()
+        assert crowded.begun_anew == [0]
+        until(lambda: crowded.request("other").status.name == "PREEMPTED", crowded.step, engine.stats)
+        answers = crowded.end()
+        crowded.forget_device()
+        assert answers == {name: answer(name) for name in asked}
+        assert answers == {name: answer(name, cache_salt="nothing is cached under it") for name in asked}
+        engine.check_all_free()
 
 
 @pytest.mark.parametrize("ahead", [False, True])

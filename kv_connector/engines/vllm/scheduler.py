@@ -110,6 +110,8 @@ class SchedulerRole:
             self._events.note(request)
         if request.skip_reading_prefix_cache:
             return 0, False  # it wants its prompt computed, and vLLM drops what we answer
+        if self._begun_anew:
+            return None, False  # vLLM may look at it before those, which hold blocks that it may need
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
