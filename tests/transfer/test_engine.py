@@ -17,7 +17,7 @@ from kv_connector.transfer import engine as engine_module
 from kv_connector.transfer.engine import TransferEngine
 from kv_connector.transfer.memory.host_form import raw_form
 from kv_connector.transfer.memory.host_pool import HostPool
-from kv_connector.transfer.memory.layout import layer_groups
+from kv_connector.transfer.memory.layout import CacheLayout, layer_groups
 from kv_connector.transfer.paths.choice import make_path
 from kv_connector.transfer.submission.checks import merged_ids
 from kv_connector.types import CopyJob, Direction
@@ -33,6 +33,7 @@ from tests.copies import (
     filled,
     ids,
     job,
+    make_pool,
 )
 from tests.engines import ManualLane, ends, make_engine, never_submits, submit_all
 
@@ -114,6 +115,19 @@ def test_each_layer_waits_for_its_group_and_only_that(lanes: list[ManualLane]) -
     assert load.waited[3:] == [load.marks[5]]
     engine.wait_layer("2")
     assert len(load.waited) == 4
+
+
+def test_a_layer_of_one_region_waits_for_its_own_group(lanes: list[ManualLane]) -> None:
+    """As in latent attention: the region behind the group that is waited for is the next layer's."""
+    tensors = {str(layer): torch.zeros(8, 1024, dtype=torch.uint8) for layer in range(3)}
+    layout = CacheLayout.from_tensors(tensors, 8, dict.fromkeys(tensors, 0))
+    assert len(layout.regions) == 3
+    engine = TransferEngine(raw_form(layout), make_pool(layout), Config(layer_group_bytes=8 * 1024))
+    blocks = list(range(8))
+    engine.submit_load([job(1, LOAD, blocks, blocks)])
+    engine.wait_layer("0")
+    engine.wait_layer("1")
+    assert lanes[0].waited == lanes[0].marks[1:3]
 
 
 def test_each_stream_waits_for_a_layer(lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,6 +331,12 @@ TRANSFER: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_each_layer_waits_for_its_group_and_only_that"),
     ),
     Mutant(
+        "waits-of-one-region-more",
+        "a stream that waits for a group does not wait for the region behind it, which is the next layer's",
+        (Patch(_ENGINE, "load.groups[group].stop\n", "load.groups[group].stop + 1\n"),),
+        tested(f"{_TESTS}::test_a_layer_of_one_region_waits_for_its_own_group"),
+    ),
+    Mutant(
         "waits-of-other-streams",
         "a stream does not wait for what another one waits for",
         (Patch(_ENGINE, "self._waiting[1] and self._waiting[0] == current:", "self._waiting[1]:"),),
