@@ -26,6 +26,7 @@ HERE, ELSEWHERE = "vllm_regimes_0320_h200", "vllm_regimes_choice_0320_h200"
 PARTS = ("vllm_serving_0320_24_12_h200", "vllm_serving_0320_16_6_h200")
 MISSES, RANKS = "vllm_misses_0320_h200", "vllm_replicas_h200"
 MISSES_AGAIN = "vllm_misses_later_0320_h200"
+DECODING = "vllm_decoding_0320_h200"
 SYNC = "vllm_serving_0320_sync_1x_h200"
 IN_STEP = 'ours:load_choice="sync"'
 CHOICE = ("vllm_serving_0320_choice_1x_h200", "vllm_serving_0320_choice_2x_h200")
@@ -154,6 +155,19 @@ def misses() -> Iterator[str]:
     yield f"Older code had **{least_over_none():.3f}** at worst"
 
 
+def decoding_traced() -> Iterator[str]:
+    rows = {row["connector"]: row for row in result(DECODING)["rows"] if row["part"] == "timeline"}
+    ours, peer, background = (rows[name] for name in ("ours", "offloading", 'ours:load_choice="async"'))
+    first, last = (ours[f"graph_{which}_us"] for which in ("first", "last"))
+    yield f"took {first / 1e3:.2f} ms without attention in the first tenth of its replays"
+    yield f"and {last / 1e3:.2f} in the last"
+    yield f"for {ours['beside_us'] / 1e3:.2f} ms in all, and from then on each of the graph's 450 kernels"
+    yield f"took {(last - first) / 450:.1f} us longer"
+    assert peer["beside_us"] == background["beside_us"] == 0.0
+    others = (row[f"graph_{which}_us"] / 1e3 for row in (peer, background) for which in ("first", "last"))
+    yield "it took {:.2f} and {:.2f}, and {:.2f} and {:.2f}".format(*others)
+
+
 def ranks() -> Iterator[str]:
     rows = {row["ranks"]: row for row in result(RANKS)["rows"]}
     spread = (value for number in (1, 2) for value in (min(rows[number]["load_ms"]), max(rows[number]["load_ms"])))
@@ -191,5 +205,6 @@ TOLD = (
     by_choice,
     by_where_it_loads,
     misses,
+    decoding_traced,
     ranks,
 )

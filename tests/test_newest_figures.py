@@ -37,9 +37,11 @@ def hits(result: Found, tokens: int) -> dict[str, Any]:
 
 
 def kinds(result: Result) -> set[tuple[Any, ...]]:
-    """What a result measured of ours by default beside someone else."""
+    """What a result measured of ours by default beside someone else; nothing where that was only to trace it."""
     engine = next((name for name in ("vllm", "sglang") if name in result.get("software", {})), None)
     rows = [row for row in result.get("rows", ()) if "void" not in row]
+    if rows and rows[0].get("trace"):
+        return set()
     beside: dict[tuple[Any, ...], set[str]] = {}
     for row in rows:
         if row.get("part") == "regime":

@@ -55,6 +55,23 @@ def test_an_upload_to_an_idle_stream_waits_from_its_call() -> None:
     assert found["upload_us"] == found["upload_most_us"] == 5
 
 
+def test_what_a_graph_takes_without_attention_is_told_of_its_first_and_last_replays() -> None:
+    """Here kernels follow one another more slowly once one of another stream has run beside them."""
+    events: list[dict[str, Any]] = []
+    at = 0.0
+    for replay in range(20):
+        slower = 0 if replay < 10 else 3
+        for name, duration, args in (("gemm", 100, {}), ("flash attention", 50 + replay, {}), ("gemm", 100, {})):
+            run = kernel(replay, at, duration)
+            events.append(run | {"name": name, "args": run["args"] | {"graph id": 7} | args})
+            at += duration + slower
+    found = summarize([*events, kernel(100, 10 * 250 + 45, 20, stream=9), kernel(101, at, 1)])
+    assert found["graph_replays"] == 20
+    assert (found["graph_first_us"], found["graph_last_us"]) == (200, 203), "of attention, up to the next kernel"
+    assert found["beside_us"] == 20
+    assert "graph_replays" not in summarize([kernel(1, 0, 10)])
+
+
 def test_time_is_counted_once_where_kernels_overlap() -> None:
     assert covered([(0, 10), (5, 8), (9, 20), (30, 31)]) == 21
     assert summarize([]) == {}

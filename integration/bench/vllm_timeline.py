@@ -2,7 +2,7 @@
 
 From a trace of torch's profiler. A model uploads a few small arrays in front of every step, and downloads its tokens
 behind it; where those queue behind large copies on the same link, the step waits, and no count of kernels or of the
-connector's calls tells.
+connector's calls tells. Nor does it tell that kernels follow one another more slowly than before.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import gzip
 import json
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -48,7 +50,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, float]:
 
     `upload_us`, `download_us`: from the moment at which the copy could begin (it was called, and what is in front of it
     in its stream has ended) to its end. `upload_share`, `download_share`: the sum of these over the traced time.
-    `kernel_share`, `load_share`, `save_share`: the time in which any kernel, or any large copy of that way, ran.
+    `kernel_share`, `load_share`, `save_share`: the time in which any kernel, or any large copy of that way, ran. Of the
+    CUDA graph that ran most often, see `_of_graph`.
     """
     calls: dict[int, float] = {}  # when an operation was called, by the trace's correlation
     done: list[tuple[float, float, str, dict[str, Any]]] = []  # (begin, end, kind, arguments) of what the GPU did
@@ -77,7 +80,8 @@ def summarize(events: Iterable[dict[str, Any]]) -> dict[str, float]:
         last_end[found["stream"]] = max(end, last_end.get(found["stream"], 0.0))
     wall = max(end for _, end, _, _ in done) - done[0][0]
     shares = {f"{name}_share": covered(intervals) / wall for name, intervals in running.items()}
-    return {"traced_ms": wall / 1e3} | shares | _of_waits(waits, wall)
+    kernels = [found | {"begin": begin, "end": end} for begin, end, kind, found in done if kind == "kernel"]
+    return {"traced_ms": wall / 1e3} | shares | _of_waits(waits, wall) | _of_graph(kernels)
 
 
 def _of_waits(waits: Mapping[str, Sequence[float]], wall: float) -> dict[str, float]:
@@ -91,6 +95,34 @@ def _of_waits(waits: Mapping[str, Sequence[float]], wall: float) -> dict[str, fl
             f"{name}_most_us": max(times, default=0.0),
         }
     return found
+
+
+def _of_graph(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the CUDA graph that ran most often, as decoding does: `graph_first_us` and `graph_last_us`, how long it took
+    without attention, whose time follows from the requests, in the median of its first and its last tenth of replays;
+    `beside_us`, how long kernels of other streams ran beside those of its stream. Empty where no graph ran.
+    """
+    replays: defaultdict[tuple[int, int], list[Mapping[str, Any]]] = defaultdict(list)
+    for kernel in kernels:
+        if kernel.get("graph id"):
+            replays[kernel["graph id"], kernel["correlation"]].append(kernel)
+    if not replays:
+        return {}
+    (often, _), = Counter(graph for graph, _ in replays).most_common(1)
+    own = sorted((run for (graph, _), run in replays.items() if graph == often), key=lambda run: run[0]["begin"])
+    rest = [run[-1]["end"] - run[0]["begin"] - sum(_until_next(run)) for run in own]
+    tenth = -(-len(rest) // 10)
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}  # of its stream, and of the others
+    for kernel in kernels:
+        spans[kernel["stream"] == own[0][0]["stream"]].append((kernel["begin"], kernel["end"]))
+    beside = sum(map(covered, spans.values())) - covered(sorted(spans[True] + spans[False]))
+    ends = {"graph_first_us": median(rest[:tenth]), "graph_last_us": median(rest[-tenth:])}
+    return {"graph_replays": float(len(own)), **ends, "beside_us": beside}
+
+
+def _until_next(run: Sequence[Mapping[str, Any]]) -> Iterable[float]:
+    """From the begin of each kernel of attention to that of the next."""
+    return (after["begin"] - one["begin"] for one, after in pairwise(run) if "flash" in one["name"].lower())
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
