@@ -37,10 +37,11 @@ def hits(result: Found, tokens: int) -> dict[str, Any]:
 
 
 def kinds(result: Result) -> set[tuple[Any, ...]]:
-    """What a result measured of ours by default beside someone else; nothing where that was only to trace it."""
+    """What a result measured of ours by default beside someone else; nothing where that was only to trace it, or to
+    tell two versions of ours apart."""
     engine = next((name for name in ("vllm", "sglang") if name in result.get("software", {})), None)
     rows = [row for row in result.get("rows", ()) if "void" not in row]
-    if rows and rows[0].get("trace"):
+    if rows and (rows[0].get("trace") or any("variant=" in str(row.get("connector")) for row in rows)):
         return set()
     beside: dict[tuple[Any, ...], set[str]] = {}
     for row in rows:
