@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from kv_connector.errors import TransferError
+from kv_connector.transfer.engine import TransferEngine
 from kv_connector.types import CopyJob, Direction
 
 
@@ -56,9 +58,30 @@ class HeldLoads:
             self._engine.submit_background_load(jobs, after)
 
 
-def hold_loads(half: Any, held: bool) -> None:
+class LateLoads(HeldLoads):
+    """As those that are held, but begun when a step is to wait for any: on a GPU such a wait ends some time."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine)
+        for name in ("wait_jobs", "fence", "drain"):
+            setattr(engine, name, partial(self._begin_and, name))
+
+    def release(self) -> None:
+        """As those that are held."""
+        super().release()
+        for name in ("wait_jobs", "fence", "drain"):
+            delattr(self._engine, name)
+
+    def _begin_and(self, name: str, *args: Any) -> Any:
+        held, self._held = self._held, []
+        for jobs, after in held:
+            TransferEngine.submit_background_load(self._engine, jobs, after)
+        return getattr(TransferEngine, name)(self._engine, *args)
+
+
+def hold_loads(half: Any, held: bool, kind: type[HeldLoads] = HeldLoads) -> None:
     """Loads of this worker half in the background are held from now on, or begin."""
     if held:
-        half._engine.submit_background_load = HeldLoads(half._engine)
+        half._engine.submit_background_load = kind(half._engine)
     else:
         half._engine.submit_background_load.release()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from integration.bench.vllm_engine import register_weights
-from integration.faults import break_loads, hold_loads
+from integration.faults import HeldLoads, LateLoads, break_loads, hold_loads
 from integration.models import tiny, tiny_configs
 from integration.tests.vllm_starts import prepare_start, started
 from kv_connector.storage.objects.backend import ObjectStorage
@@ -138,6 +138,10 @@ class VllmEngine:
     def hold_loads(self, held: bool) -> None:
         """Hold what is loaded in the background from now on, or let it begin."""
         self.llm.collective_rpc(_hold_loads, args=(held,))
+
+    def delay_loads(self, delayed: bool) -> None:
+        """Have what is loaded in the background from now on begin when a step is to wait for it, or at once."""
+        self.llm.collective_rpc(_hold_loads, args=(delayed, LateLoads))
 
     def warm_up(self) -> None:
         """Ask until all host memory is in use: it is page-locked in the background."""
@@ -325,5 +329,5 @@ def _break_loads(worker: Any, broken: bool, rank: int | None) -> None:
     break_loads(_half(), broken)
 
 
-def _hold_loads(worker: Any, held: bool) -> None:
-    hold_loads(_half(), held)
+def _hold_loads(worker: Any, held: bool, kind: type[HeldLoads] = HeldLoads) -> None:
+    hold_loads(_half(), held, kind)
