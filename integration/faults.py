@@ -54,28 +54,32 @@ class HeldLoads:
     def release(self) -> None:
         """They begin now."""
         del self._engine.submit_background_load
-        for jobs, after in self._held:
-            self._engine.submit_background_load(jobs, after)
+        self._begin()
+
+    def _begin(self) -> None:
+        held, self._held = self._held, []
+        for jobs, after in held:
+            TransferEngine.submit_background_load(self._engine, jobs, after)
 
 
 class LateLoads(HeldLoads):
     """As those that are held, but begun when a step is to wait for any: on a GPU such a wait ends some time."""
 
+    _WAITS = ("wait_jobs", "fence", "drain")
+
     def __init__(self, engine: Any) -> None:
         super().__init__(engine)
-        for name in ("wait_jobs", "fence", "drain"):
+        for name in self._WAITS:
             setattr(engine, name, partial(self._begin_and, name))
 
     def release(self) -> None:
         """As those that are held."""
         super().release()
-        for name in ("wait_jobs", "fence", "drain"):
+        for name in self._WAITS:
             delattr(self._engine, name)
 
     def _begin_and(self, name: str, *args: Any) -> Any:
-        held, self._held = self._held, []
-        for jobs, after in held:
-            TransferEngine.submit_background_load(self._engine, jobs, after)
+        self._begin()
         return getattr(TransferEngine, name)(self._engine, *args)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from integration.figures.markdown import marked
-from integration.figures.results import Row
+from integration.figures.results import Row, rows_of
 from tests.figures_of_sglang import alone_over_hicache
 from tests.kept_results import (
     LENGTHS,
@@ -20,6 +20,7 @@ from tests.kept_results import (
     load_rate,
     over_none,
     result,
+    rows,
 )
 
 HERE, ELSEWHERE = "vllm_regimes_0320_h200", "vllm_regimes_choice_0320_h200"
@@ -143,21 +144,22 @@ def by_choice() -> Iterator[str]:
 
 
 def misses() -> Iterator[str]:
-    over, ours = over_none(MISSES), {row.get("connector"): row for row in result(MISSES)["rows"]}["ours"]
+    over, ours = over_none(MISSES), rows(MISSES, "connector")["ours"]
     yield f"**{over['ours']:.4f}** ({ours['over_none_p10']:.3f} to {ours['over_none_p90']:.3f})"
     yield (
         f"OffloadingConnector {over['offloading']:.3f}, SimpleCPUOffloadConnector {over['simple']:.3f} and LMCache "
         f"{over['lmcache']:.3f}"
     )
-    again, row = over_none(MISSES_AGAIN), {row.get("connector"): row for row in result(MISSES_AGAIN)["rows"]}["ours"]
-    yield f"it was **{again['ours']:.4f}** ({row['over_none_p10']:.3f} to {row['over_none_p90']:.3f}), with the others"
-    yield "{:.3f}, {:.3f} and {:.3f}".format(*(again[name] for name in ("offloading", "simple", "lmcache")))
+    again, ours = over_none(MISSES_AGAIN), rows(MISSES_AGAIN, "connector")["ours"]
+    others = "{:.3f}, {:.3f} and {:.3f}".format(*(again[name] for name in ("offloading", "simple", "lmcache")))
+    spread = f"({ours['over_none_p10']:.3f} to {ours['over_none_p90']:.3f})"
+    yield f"it was **{again['ours']:.4f}** {spread}, with the others {others}"
     yield f"Older code had **{least_over_none():.3f}** at worst"
 
 
 def decoding_traced() -> Iterator[str]:
-    rows = {row["connector"]: row for row in result(DECODING)["rows"] if row["part"] == "timeline"}
-    ours, peer, background = (rows[name] for name in ("ours", "offloading", 'ours:load_choice="async"'))
+    found = {row["connector"]: row for row in rows_of("timeline", result(DECODING))}
+    ours, peer, background = (found[name] for name in ("ours", "offloading", 'ours:load_choice="async"'))
     first, last = (ours[f"graph_{which}_us"] for which in ("first", "last"))
     yield f"took {first / 1e3:.2f} ms without attention in the first tenth of its replays"
     yield f"and {last / 1e3:.2f} in the last"
@@ -169,11 +171,11 @@ def decoding_traced() -> Iterator[str]:
 
 
 def ranks() -> Iterator[str]:
-    rows = {row["ranks"]: row for row in result(RANKS)["rows"]}
-    spread = (value for number in (1, 2) for value in (min(rows[number]["load_ms"]), max(rows[number]["load_ms"])))
+    found = rows(RANKS, "ranks")
+    spread = (value for number in (1, 2) for value in (min(found[number]["load_ms"]), max(found[number]["load_ms"])))
     yield "took {:.1f} to {:.1f} ms on one rank and {:.1f} to {:.1f} on two".format(*spread)
     yield f"**{claim(RANKS, 'load_of_two_ranks_over_one'):.2f}** times as long in the median (goal 1.1)"
-    (tokens,) = {row["host_tokens"] for row in rows.values()}
+    (tokens,) = {row["host_tokens"] for row in found.values()}
     yield f"the host holds {tokens:,} tokens of both"
 
 

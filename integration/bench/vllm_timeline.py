@@ -108,7 +108,7 @@ def _of_graph(kernels: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             replays[kernel["graph id"], kernel["correlation"]].append(kernel)
     if not replays:
         return {}
-    (often, _), = Counter(graph for graph, _ in replays).most_common(1)
+    ((often, _),) = Counter(graph for graph, _ in replays).most_common(1)
     own = sorted((run for (graph, _), run in replays.items() if graph == often), key=lambda run: run[0]["begin"])
     rest = [run[-1]["end"] - run[0]["begin"] - sum(_until_next(run)) for run in own]
     tenth = -(-len(rest) // 10)

@@ -48,7 +48,7 @@ NO_HINTS = Hints()
 def hints_of(request: Request, on_ignored: Callable[[str], None] = lambda reason: None) -> Hints:
     """The hints of a request; `on_ignored` is told of each that is wrong, with the value, the limit and the fix."""
     params = getattr(request, "kv_transfer_params", None)
-    given = params.get(HINTS_KEY) if params is not None and isinstance(params, Mapping) else None
+    given = params.get(HINTS_KEY) if isinstance(params, Mapping) else None
     if given is None:
         return NO_HINTS
     if not isinstance(given, Mapping) or len(given) > _MOST_HINTS:
