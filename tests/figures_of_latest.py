@@ -64,6 +64,9 @@ def by_regime_here() -> Iterator[str]:
     assert len(over) == 12 and [regime for regime, ratio in over.items() if ratio < 0.99] == [(1, 8)]
     assert level == {(2, 32)} and missed == {(1, 128), (2, 128)}
     yield "**Ours is behind in one line, level in another one, and misses 1.05 in two more.**"
+    few = [{name: one["cached_share"] for name, one in found[share, 8]["engines"].items()} for share in (0.5, 0.75)]
+    assert all(max(shares, key=shares.__getitem__) == "ours" for shares in few)
+    yield "with answers of 8 it also has the largest share cached there"
     (worst,) = [row for row in windows(PARTS[0], "ours") if (row["host_share"], row["answer"]) == (1, 8)]
     engines = found[1, 8]["engines"]
     assert engines["lmcache"]["turns_per_second"] > engines["ours"]["turns_per_second"]

@@ -17,7 +17,7 @@ def policies() -> Iterator[str]:
     engines = [row["engines"] for (share, _), row in by_regime(LATEST).items() if share >= 1]
     ahead = sum(of["ours"]["turns_per_second"] >= of["ours:write_through"]["turns_per_second"] for of in engines)
     assert (ahead, len(engines)) == (4, 6)
-    yield "the default had as many turns or more in four of six such regimes"
+    yield "the default had as many turns or more in four of six measurements of that"
 
 
 def losses() -> Iterator[str]:

@@ -86,7 +86,7 @@ LIMITS = {
     ),
     "docs/benchmarks.md": (
         f"{LAUNCHED_GIB} GiB, in pieces of up to {curves._LONGEST_LAUNCHED_BYTES >> 10} KiB",
-        "behind each {} MiB of a load in the background, {} of a save and {} of a load that a step waits for".format(
+        "after each {} MiB of a load in the background, {} of a save and {} of a load that a step waits for".format(
             *(turns.TURN_BYTES[pace] >> 20 for pace in ((Direction.LOAD, False), (Direction.SAVE, False), AWAITED))
         ),
         f"which copies {turns._PAGE_BYTES >> 10} KiB in the same direction",
