@@ -39,6 +39,17 @@ def test_who_finds_ever_new_faults_does_not_fill_the_log(limiter: LogLimiter, ca
     assert len(caplog.records) == 9
 
 
+def test_of_many_peers_the_latest_are_remembered(limiter: LogLimiter, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(300):
+        limiter.fault(f"host {number}", "this")
+    assert len(limiter._told) == 256, "strangers cannot fill the memory"
+    caplog.clear()
+    limiter.fault("host 299", "this")
+    assert not caplog.records
+    limiter.fault("host 0", "this")
+    assert len(caplog.records) == 1
+
+
 def test_a_fault_is_told_again_once_all_was_well(limiter: LogLimiter, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         limiter.fault("host", "this")
@@ -48,5 +59,7 @@ def test_a_fault_is_told_again_once_all_was_well(limiter: LogLimiter, caplog: py
 
 def test_a_text_stays_on_its_line_and_is_short(limiter: LogLimiter, caplog: pytest.LogCaptureFixture) -> None:
     limiter.fault("host", "x\n 2026-11-22 all is well\x1b[2J\u202e" + "y" * 10_000)
-    (record,) = caplog.records
-    assert record.getMessage().isprintable() and len(record.getMessage()) < 400
+    limiter.fault("host\n 2026-11-22 all is well", "this")
+    for record in caplog.records:
+        assert record.getMessage().isprintable() and len(record.getMessage()) < 400
+    assert len(caplog.records) == 2

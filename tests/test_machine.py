@@ -13,6 +13,8 @@ def test_what_is_free_is_what_the_system_could_give(tmp_path: Path) -> None:
     assert total == free > 0, "a system that does not say has all"
     meminfo.write_text("MemTotal:       99 kB\nMemFree:        1 kB\nMemAvailable:   7 kB\n")
     assert machine_memory(meminfo) == (total, 7 << 10)
+    meminfo.write_text(f"MemAvailable:   {total} kB\n")
+    assert machine_memory(meminfo) == (total, total), "no more is free than there is"
 
 
 def test_the_least_limit_of_all_cgroups_counts(tmp_path: Path) -> None:
@@ -21,6 +23,7 @@ def test_the_least_limit_of_all_cgroups_counts(tmp_path: Path) -> None:
     unified = tmp_path / "cgroup/kube/pod"
     unified.mkdir(parents=True)
     (unified / "memory.max").write_text("max\n")
+    (tmp_path / "memory.max").write_text("4096\n")  # in front of the root, and nobody's limit
     (unified.parent / "memory.max").write_text(f"{8 << 30}\n")
     (unified.parent / "memory.current").write_text(f"{1 << 30}\n")
     own.write_text("0::/kube/pod\n")

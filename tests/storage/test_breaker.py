@@ -33,6 +33,7 @@ def test_it_opens_on_failures_in_a_row_and_closes_by_a_probe() -> None:
     assert breaker.begin_probe()
     assert (breaker.state, breaker.allows) == (BreakerState.HALF_OPEN, False), "requests are no probes"
     assert not breaker.begin_probe(), "one probe at a time"
+    assert breaker.seconds_to_probe() is None, "whoever waits to probe has nothing to do until this one has ended"
     breaker.end_probe(ok=True)
     assert breaker.allows
     breaker.failed()

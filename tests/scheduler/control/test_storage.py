@@ -15,6 +15,7 @@ from tests.scheduler.storage.test_companion import (
     fetch,
     make_half,
     matched,
+    prompt,
     report,
     run,
     step,
@@ -49,6 +50,16 @@ def test_who_asks_for_it_waits_for_all_that_storage_has(policy: str) -> None:
     assert matched(half, request) is None
     report(half, [job])
     assert matched(half, request) == 40
+
+
+def test_who_asks_for_it_waits_also_where_computing_is_sooner() -> None:
+    half, _, ticks = make_half(load_choice="auto")
+    jobs = fetch(half, Asked("slow", PROMPT))
+    ticks.now += 10.0  # a block a second
+    report(half, jobs)
+    half._loads.estimate._prefill.observe(1000, 1.0)
+    assert fetch(half, Asked("computed", prompt(1))) == ()
+    assert fetch(half, Hinted("fetched", prompt(2), cache=PREFETCH))
 
 
 def test_what_was_asked_to_be_fetched_is_though_its_request_goes_away() -> None:
@@ -96,6 +107,25 @@ def test_so_many_prefixes_are_warmed_at_a_time_and_others_behind_them() -> None:
         ]
         assert begun.count(True) == 64
         report(half, step(half), found=0)
+    assert not half.has_pending_push_work()
+
+
+def test_of_requests_that_go_away_so_many_are_fetched_for_at_a_time() -> None:
+    half, _, _ = make_half()
+    for number in range(70):
+        half.on_new_request(Hinted(f"r{number}", [1000 * number + i for i in range(9)], cache=PREFETCH))
+    look_ups = step(half)
+    assert len(look_ups) == 70
+    for number in range(70):
+        half.request_finished(Asked(f"r{number}", PROMPT))
+    assert len(half.build_connector_meta(_nothing()).cancelled_storage) == 6, "64 are brought for whoever comes"
+
+
+def test_a_reset_ends_what_is_to_be_warmed() -> None:
+    half, _, _ = make_half()
+    assert half.warm(Asked("r", PROMPT).block_hashes, are_given=False)
+    half.reset_cache()
+    assert step(half) == (), "it has not been asked for yet"
     assert not half.has_pending_push_work()
 
 

@@ -60,6 +60,7 @@ def test_a_window_that_two_have_computed_at_a_time_lives_as_long_as_the_last_to_
     assert half.get_num_new_matched_tokens(LATE, 0) == (16, False)
     wait(half, 5000.0)
     assert half.host.num_copies == 0
+    assert not half._control._expiries._last, "nothing is remembered of windows once no time is left"
 
 
 def test_a_window_with_a_time_makes_room_by_when_it_was_computed() -> None:

@@ -149,7 +149,8 @@ def test_a_load_is_announced_a_step_before_it_ends_and_awaited_once_the_engine_k
     assert loads.plan() == ((), ()), "planned before the engine took note"
     loads.planner.note_reported(loads.step)
     assert loads.plan() == ((), (1,)), "it is late, and requests may read its blocks"
-    assert loads.metrics.awaited_async_loads == 1
+    assert loads.plan() == ((), (1,)), "every step waits until it has ended"
+    assert loads.metrics.awaited_async_loads == 1, "one load"
     loads.planner.end(job)
     assert loads.plan() == ((), ())
 

@@ -80,6 +80,18 @@ def test_on_eviction_what_goes_before_it_is_written_is_counted() -> None:
     half.check()
 
 
+def test_on_eviction_what_there_is_no_room_for_in_the_queue_waits_on_the_host() -> None:
+    half, _, _ = make_half(num_host_blocks=80, backup="on_eviction", max_backup_blocks=3)  # ten blocks are watched
+    for number in range(8):
+        compute(half, Asked(f"r{number}", prompt(number)))
+    for _ in range(4):
+        jobs = step(half)
+        assert sum(job.num_blocks for job in jobs) <= 3
+        report(half, jobs)
+    stats = half.get_kv_connector_stats()
+    assert (stats["backed_up_blocks"], stats["dropped_backups_blocks"]) == (10, 0)
+
+
 def test_at_finish_a_block_is_written_when_its_request_has_ended() -> None:
     half, _, _ = make_half(backup="at_finish")
     request = Asked("a", PROMPT)

@@ -46,6 +46,9 @@ class World:
         search = Search(self.grouped, self.host, grouping, self.hashes)
         while search.questions:
             for asked in search.take():
+                if asked.group not in self.grouped.full:
+                    least = self.grouped.needed(0, search.host_end)[asked.group]
+                    assert asked.blocks.start >= least.start, "the host has a hit that ends there"
                 bits = sum(1 << i for i, block in enumerate(asked.blocks) if block in self.stored[asked.group])
                 search.answer(asked, bits)
         return search
