@@ -167,7 +167,7 @@ def choosing() -> Iterator[str]:
 
 def vllm() -> Iterator[str]:
     least, most = least_over_none(), over_none(LOSSLESS_CHATS)["ours"]
-    yield f"cost {100 * (1 - most):.0f} to {100 * (1 - least):.0f} % of the throughput, by host and version"
+    yield f"cost {100 * (1 - most):.0f} to {100 * (1 - least):.0f} % of the throughput, by machine and version"
 
 
 def policies() -> Iterator[str]:
