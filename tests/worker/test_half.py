@@ -63,6 +63,31 @@ def finish(worker: WorkerHalf) -> tuple[tuple[int, ...], tuple[int, ...], set[in
 
 
 @pytest.mark.parametrize("full_graph", [False, True])
+def test_in_front_of_a_full_graph_the_whole_load_is_waited_for_though_all_layers_were_seen_to_wait(
+    full_graph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines replay full graphs for some steps and not for others."""
+    worker, _ = make_worker(torch.device("cpu"))
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
+    step(worker, StepPlan(2, loads=(job(2, Direction.LOAD, 3, 5),)))
+    finish(worker)
+    waits: list[str] = []
+    wait_all = worker._transfer.wait_all
+
+    def noted() -> Any:
+        waits.append("all")
+        return wait_all()
+
+    monkeypatch.setattr(worker._transfer, "wait_all", noted)
+    worker.bind_connector_metadata(StepPlan(3, loads=(job(3, Direction.LOAD, 3, 5),)))
+    worker.start_load_kv(full_graph)
+    assert waits == (["all"] if full_graph else [])
+    worker.wait_for_save()
+    assert finish(worker) == ((3,), (), set())
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("full_graph", [False, True])
 def test_a_block_is_saved_and_loaded_elsewhere(device: torch.device, full_graph: bool) -> None:
     """With a full CUDA graph no hook runs: the whole load is waited for on the stream in front of the replay."""
     worker, caches = make_worker(device)

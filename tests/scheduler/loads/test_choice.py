@@ -107,8 +107,10 @@ def test_steps_overlap_and_small_ones_say_nothing() -> None:
     estimate = make_estimate()
     estimate.step_planned(2, 10, 0, now=11.0)
     estimate.step_ended(2, now=20.0)
+    assert estimate.recompute_seconds(1600) == 1.6, "10 tokens took 9 seconds, which is no speed of prefill"
     estimate.step_planned(3, 10_000, 1, now=20.0)
     estimate.step_ended(3, now=60.0)
+    assert estimate.recompute_seconds(1600) == 1.6, "of 40 seconds some were those of a load"
     estimate.step_planned(4, 1000, 0, now=20.5)
     estimate.step_ended(4, now=61.0)
     assert choose(estimate, coalesced=1.5) is LoadMode.COALESCED, "still 1,000 tokens a second: computing takes 1.6 s"

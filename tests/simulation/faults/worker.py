@@ -60,6 +60,12 @@ WORKER: tuple[Mutant, ...] = (
         tested(_TESTS),
     ),
     Mutant(
+        "full-graph-forgotten",
+        "a full graph is replayed without waiting for its load, once all layers were seen to wait",
+        (Patch(_HALF, "if full_graph or not self._hooked >= self._layers:", "if not self._hooked >= self._layers:"),),
+        tested(_TESTS),
+    ),
+    Mutant(
         "not-ready-yet",
         "host blocks count before their memory is ready",
         (Patch(_HALF, "self._host.num_ready_blocks if self._host", "self._host.num_blocks if self._host"),),
