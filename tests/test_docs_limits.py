@@ -29,6 +29,7 @@ from kv_connector.scheduler.control import expiry, hints, pins
 from kv_connector.scheduler.loads import choice
 from kv_connector.scheduler.saves import budget, refusals
 from kv_connector.scheduler.storage import backups, fetches
+from kv_connector.storage import checked
 from kv_connector.storage.breaker import Breaker
 from kv_connector.storage.filesystem import backend as filesystem
 from kv_connector.storage.filesystem import pin_file
@@ -138,6 +139,10 @@ LIMITS = {
         f"waited for at most {'ten' if LOCK_SECONDS == 10 else LOCK_SECONDS} seconds",
         f"{filesystem.NUM_THREADS} threads read a folder",
         f"waits at most `storage.timeout_ms` ({STORAGE.timeout_ms}) after it was first seen",
+    ),
+    "docs/storage_backends.md": (
+        f"A batch has at most {checked._BATCH_BYTES >> 20} MiB, or one object",
+        f"A future is waited for {checked._SECONDS:.0f} seconds",
     ),
     "docs/storage_s3.md": (
         f"`PREFIX/{groups.Groups(b'', 1).name(b'').rpartition('.')[0]}.HASH`",

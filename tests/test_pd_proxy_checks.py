@@ -54,6 +54,37 @@ def test_who_is_ill_is_asked_ever_less_often(monkeypatch: pytest.MonkeyPatch) ->
     assert pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0, 0.5]
 
 
+def test_who_fails_a_request_is_checked_at_once_and_may_be_back_with_that() -> None:
+    engine, metrics, num_checks = Engine("decode", "http://engine"), ProxyMetrics(), 0
+
+    async def watch() -> None:
+        is_checked = anyio.Event()
+
+        async def answer(request: httpx.Request) -> httpx.Response:
+            nonlocal num_checks
+            num_checks += 1
+            is_checked.set()
+            return httpx.Response(200)
+
+        async with (
+            httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(engine.watch, client, 10 * PATIENCE, metrics)
+            await is_checked.wait()
+            await anyio.wait_all_tasks_blocked()
+            is_checked = anyio.Event()
+            engine.failed(OSError("it broke off"), metrics)
+            assert not engine.is_healthy
+            with anyio.fail_after(PATIENCE):
+                await is_checked.wait()
+                await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+
+    anyio.run(watch)
+    assert (num_checks, engine.is_healthy) == (2, True)
+
+
 def test_a_check_that_never_ends_is_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of an engine that sends a byte now and then, or lets one try after the other to connect run out."""
     monkeypatch.setattr(engines, "CHECK_SECONDS", 0.0)
