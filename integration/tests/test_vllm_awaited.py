@@ -17,7 +17,6 @@ from integration.tests.vllm_engines import (
     running,
     schedule_ahead,
     transfer_config,
-    vllm_version,
 )
 
 NUM_STEPS = 350
@@ -89,8 +88,6 @@ def test_a_step_that_waits_for_announced_loads_reads_what_they_bring(
     models: Path, monkeypatch: pytest.MonkeyPatch, ahead: bool
 ) -> None:
     if ahead:
-        if vllm_version().startswith("0.20"):
-            pytest.skip("its runner plans ahead on GPUs only")
         schedule_ahead(monkeypatch)
     # Once it is known how long loads take, each is announced in the step that begins it.
     settings = {"load_choice": "async", "max_load_stall_ms": 10_000}

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of its own: make test-vllm")
 
 from integration.tests.vllm_contract import opened
-from integration.tests.vllm_engines import schedule_ahead, vllm_version
+from integration.tests.vllm_engines import schedule_ahead
 from kv_connector.testing import engine_contract
 from kv_connector.testing.engine_contract import Check, ContractEngine, Expected
 
@@ -20,8 +20,6 @@ def engine(models: Path, request: pytest.FixtureRequest) -> Iterator[ContractEng
     """One for all checks; the second plans a step while another one is under way."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         if request.param == "ahead":
-            if vllm_version().startswith("0.20"):
-                pytest.skip("its runner plans ahead on GPUs only")
             schedule_ahead(monkeypatch)
         with opened(models) as engine:
             yield engine

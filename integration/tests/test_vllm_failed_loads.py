@@ -18,7 +18,6 @@ from integration.tests.vllm_engines import (
     running,
     schedule_ahead,
     transfer_config,
-    vllm_version,
 )
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS, ReportMetadata
 from kv_connector.errors import KVConnectorError
@@ -70,8 +69,6 @@ def test_what_a_given_up_request_has_not_loaded_is_hit_by_nobody(
 ) -> None:
     """vLLM handles aborts before it hears of failed loads, and then looks only at the requests that are left."""
     if ahead:
-        if vllm_version().startswith("0.20"):
-            pytest.skip("its runner plans ahead on GPUs only")
         schedule_ahead(monkeypatch)
     settings = {"write_policy": "write_through", "load_choice": "sync"}
     config = transfer_config(settings, kv_load_failure_policy=failure)

@@ -20,7 +20,6 @@ from integration.tests.vllm_engines import (
     running,
     schedule_ahead,
     transfer_config,
-    vllm_version,
 )
 from kv_connector.errors import KVConnectorError
 from kv_connector.scheduler.peers.incoming import Incoming
@@ -169,8 +168,6 @@ def crowding(
     """An engine that has the waiting prompt on the host, knows how long loads take, and announces each at once; with
     `transfer` it continues what others have computed. `options` are vLLM's."""
     if ahead:
-        if vllm_version().startswith("0.20"):
-            pytest.skip("its runner plans ahead on GPUs only")
         schedule_ahead(monkeypatch)
     settings = {"write_policy": "write_through", "load_choice": "async", "max_load_stall_ms": 10_000}
     if transfer:

@@ -220,8 +220,11 @@ def running(
 def schedule_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines from now on plan a step while another one is under way, as they do on GPUs.
 
-    On a CPU vLLM turns that off, as nothing is won by it; its scheduler and runner can do it all the same.
+    On a CPU vLLM turns that off, as nothing is won by it; its scheduler and runner can do it all the same, but those of
+    0.20, with which the test is skipped.
     """
+    if vllm_version().startswith("0.20"):
+        pytest.skip("its runner plans ahead on GPUs only")
     from vllm.platforms import current_platform
 
     check = current_platform.check_and_update_config

@@ -191,9 +191,9 @@ def _bucket(age: int) -> int:
 def _cells(visits: NDArray[np.float32], ages: NDArray[np.int64]) -> NDArray[np.int64]:
     """Where in a table of classes and ages, made flat, blocks belong."""
     classes = np.frombuffer(_CLASS_OF, np.uint8)[np.minimum(visits, _MOST_VISITS).astype(np.intp)].astype(np.int64)
-    fraction, octave = np.frexp(ages.astype(np.float64))  # age = fraction * 2 ** octave, and fraction from 0.5 to 1
-    buckets = _PER_OCTAVE * octave + (2 * _PER_OCTAVE * fraction).astype(np.int64) - _PER_OCTAVE
-    return classes * _BUCKETS + np.where(ages > 0, buckets, 0)
+    # A float64 has its exponent in front of its fraction: with the first bit of that it counts half octaves.
+    halves: NDArray[np.int64] = ages.astype(np.float64).view(np.int64) >> 51
+    return classes * _BUCKETS + np.maximum(halves - _PER_OCTAVE * 1022, 0)  # 2 ** -1 has the exponent 1022; 0 has 0
 
 
 def _table(cells: NDArray[np.int64]) -> Table:

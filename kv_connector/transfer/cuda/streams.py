@@ -187,6 +187,7 @@ class CudaEvents:
 
     def __init__(self, device: torch.device, timing: bool) -> None:
         self._device = device
+        self._index = index_of(device)
         self._timing = timing
         self._free: list[Event] = []
 
@@ -197,13 +198,17 @@ class CudaEvents:
             event = self._free.pop()  # asking first whether there is one would let another thread take it
         except IndexError:
             event = torch.cuda.Event(enable_timing=self._timing)  # type: ignore[no-untyped-call]
-        event.record(stream if stream is not None else torch.cuda.current_stream(self._device))
+        event.record(stream if stream is not None else self.current())
         marked: Event = event
         return marked
 
     def recycle(self, events: list[Event]) -> None:
         """See `Events.recycle`."""
         self._free.extend(events)
+
+    def current(self) -> Any:
+        """See `Lane.current`. By the device's index: torch takes longer to find that than the stream."""
+        return torch.cuda.current_stream(self._index)
 
 
 class CudaLane(CudaEvents):
@@ -213,13 +218,8 @@ class CudaLane(CudaEvents):
 
     def __init__(self, device: torch.device, priority: Priority, timing: bool) -> None:
         super().__init__(device, timing)
-        self._index = index_of(device)
         self.stream: Any = make_stream(device, priority)
         self.handle: int = self.stream.cuda_stream
-
-    def current(self) -> Any:
-        """See `Lane.current`. By the device's index: torch takes longer to find that than the stream."""
-        return torch.cuda.current_stream(self._index)
 
     def on_device(self) -> AbstractContextManager[Any]:
         """See `Lane.on_device`."""
