@@ -13,7 +13,8 @@ events over exposure from its age up to any later age (the Gittins index, 1979, 
 how soon keeping them pays off). Blocks that are known without a copy count like all others, so that an eviction that
 was too early is noticed; a tree remembers twice as many as the host holds. A new block is admitted by the worth of its
 class at age 0, scaled down while recent blocks return less often than expected (`Frailty`): only new blocks, as the age
-of the others has shown already whether they return.
+of the others has shown already whether they return. While recent blocks do return and older ones no longer, it is
+scaled up: the workload has become another one, which rates of a long time do not show yet.
 
 Keeping a block that is asked for while it is on the device never pays off, nor does a one-off prompt, and a chat whose
 user reads for a minute pays off after a minute: all of this is learned, and none is a setting.
@@ -57,6 +58,14 @@ _SAMPLE = 1 << 15
 """Rows of the tree that are looked at for the exposure, where there are more: so many take 0.8 ms of the scheduler's
 thread, all of a million 22 (a core of an AMD EPYC, 2026-11-28). With 1,024 rows hits are 0.03 points fewer on average
 on the traces above, 0.3 at most."""
+_LATELY_PRIOR = 16.0
+"""Of the factor of what was asked for lately, see `Frailty`. Of 4 to 16 none was better or worse everywhere."""
+_BEFORE_PRIOR = 0.5
+"""The same of what was asked for before, in parts of blocks: prompts stay away as a whole, so it takes more of them to
+tell. With 16 blocks hits were up to 0.27 points fewer where days and nights differ, with 256 up to 0.07 (`nightly` and
+`nightly_crowded` of `integration/bench/policies.py`, 2026-11-28)."""
+_AS_EXPECTED = 0.95
+"""The least factor of what was asked for lately with which the other one counts: at night neither comes back."""
 _HALF_WIDTHS: Table = np.maximum(0.5, 0.25 / _PER_OCTAVE * 2.0 ** (np.arange(_BUCKETS) // _PER_OCTAVE))
 """Of each bucket of ages."""
 
@@ -71,7 +80,7 @@ class ReuseModel:
         self._visits = tree.visits
         self._priority = tree.terms.priority
         self._rates = Rates(_CLASSES, _HALF_WIDTHS)
-        self._frailty = Frailty()
+        self._lately, self._before = Frailty(), Frailty()  # of what was asked for within a part, and of older blocks
         self._events = np.zeros(_SHAPE)  # since the last look
         self._part_events, self._part_exposure = np.zeros(_SHAPE), np.zeros(_SHAPE)  # of the part, until that look
         self._worth = [[0.0] * _BUCKETS for _ in range(_CLASSES)]
@@ -106,7 +115,7 @@ class ReuseModel:
         parent = tree.get(path[index - 1]) if node is None and index else ROOT
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         worth = self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
-        return worth * self._frailty.factor + PRIORITY_STEP * priority
+        return worth * self._newcomers_factor() + PRIORITY_STEP * priority
 
     def distances(self, nodes: Sequence[int]) -> list[int]:
         """How many blocks were asked for since these nodes of a path were, once for each part of the path that was
@@ -149,12 +158,18 @@ class ReuseModel:
     def _part_length(self) -> int:
         return max(self.least_part, self._capacity // _PARTS)
 
+    def _newcomers_factor(self) -> float:
+        lately = self._lately.factor(_LATELY_PRIOR)
+        if lately < _AS_EXPECTED:
+            return lately
+        return lately / self._before.factor(_BEFORE_PRIOR * self._part_length)
+
     def _look(self) -> None:
         time = self._tree.time
         exposure = self._open() * (time - self._looked_at)
-        lately = slice(_bucket(self._part_length))
-        expected = (exposure * self._rates.mean)[:, lately].sum()
-        self._frailty.add(float(self._events[:, lately].sum()), float(expected))
+        expected, end = exposure * self._rates.mean, _bucket(self._part_length)
+        for frailty, ages in ((self._lately, slice(end)), (self._before, slice(end, None))):
+            frailty.add(float(self._events[:, ages].sum()), float(expected[:, ages].sum()))
         self._part_events += self._events
         self._part_exposure += exposure
         self._events[:] = 0.0

@@ -40,8 +40,10 @@ class Model:
         hashes = [BlockHash(b"%032d" % number) for number in range(KNOWN)]
         self.nodes = self.tree.insert_apart(hashes, 0.0)
         self.seen: list[tuple[float, float]] = []
-        """What came back and what should have, look by look."""
-        self.reuse._frailty.add = lambda *seen: self.seen.append(seen)  # type: ignore[method-assign]
+        """What came back of what was asked for lately and what should have, look by look; the other of older blocks."""
+        self.seen_before: list[tuple[float, float]] = []
+        self.reuse._lately.add = lambda *seen: self.seen.append(seen)  # type: ignore[method-assign]
+        self.reuse._before.add = lambda *seen: self.seen_before.append(seen)  # type: ignore[method-assign]
 
     def ask(self, num_requests: int, is_of_use: bool = True) -> None:
         for number in range(num_requests):
@@ -66,16 +68,18 @@ def test_what_is_on_the_device_is_exposed_and_comes_back_to_no_use() -> None:
 
 @pytest.mark.parametrize("is_lately", [True, False])
 def test_between_two_looks_what_is_known_is_expected_to_come_back_as_often_as_its_kind(is_lately: bool) -> None:
-    """Of what was asked for lately; what is older tells nothing of it."""
+    """Of what was asked for lately, and apart from that of what is older."""
     model = Model()
     model.tree.time += PART
     model.ask(ASKED)
     model.seen.clear()
+    model.seen_before.clear()
     begin = _bucket(PART)
     model.kept.mean[:, slice(begin) if is_lately else slice(begin, None)] = 0.01
     model.ask(PART)
-    should = 0.01 * ASKED * PART / LOOKS if is_lately else 0.0
-    assert [expected for _, expected in model.seen] == [pytest.approx(should)] * LOOKS
+    num_lately, num_before = (ASKED, 0) if is_lately else (0, KNOWN - ASKED)
+    for seen, number in ((model.seen, num_lately), (model.seen_before, num_before)):
+        assert [expected for _, expected in seen] == [pytest.approx(0.01 * number * PART / LOOKS)] * LOOKS
 
 
 @pytest.mark.parametrize(("age", "events"), [(PART // 2, 1.0), (PART, 0.0)])
@@ -84,13 +88,53 @@ def test_only_what_comes_back_within_a_part_is_of_what_came_lately(age: int, eve
     model.tree.time += age
     model.ask(1)
     assert [came for came, _ in model.seen] == [events]
+    assert [came for came, _ in model.seen_before] == [1.0 - events]
 
 
 def test_a_priority_adds_what_it_does_however_little_comes_back() -> None:
     tree = PrefixTree()
     reuse = ReuseModel(tree)
     for _ in range(10 * LOOKS):
-        reuse._frailty.add(0.0, 1000.0)
+        reuse._lately.add(0.0, 1000.0)
     new = [BlockHash(b"new".rjust(32))]
-    assert reuse._frailty.factor < 0.01
+    assert reuse._lately.factor(1.0) < 0.01
     assert [reuse.worth_of(new, 0, priority) for priority in (-2, 0, 1)] == [-2 * PRIORITY_STEP, 0.0, PRIORITY_STEP]
+
+
+NEW = [BlockHash(b"new".rjust(32))]
+
+
+class Shift:
+    """A new block's class is worth 1.0; so much should come back at each look, of blocks of both times."""
+
+    def __init__(self) -> None:
+        self.reuse = ReuseModel(PrefixTree())
+        self.reuse.resized(CAPACITY)
+        self.reuse._worth[0][0] = 1.0
+
+    def worth(self, lately: float, before: float) -> float:
+        """Of a new block, when these shares of it come back from now on."""
+        for _ in range(10 * LOOKS):
+            self.reuse._lately.add(lately * PART, PART)
+            self.reuse._before.add(before * PART, PART)
+        return self.reuse.worth_of(NEW, 0)
+
+
+def test_where_only_what_is_new_comes_back_more_of_it_is_let_in() -> None:
+    """Chats have left and others have come: those that left are worth less than rates of a long time say."""
+    shift = Shift()
+    assert shift.worth(lately=1.0, before=1.0) == pytest.approx(1.0)
+    assert shift.worth(lately=1.0, before=0.0) > 2.0
+    assert shift.worth(lately=1.0, before=1.0) == pytest.approx(1.0, abs=0.01), "they are back"
+
+
+@pytest.mark.parametrize("lately", [0.0, 0.5, 0.9])
+def test_where_neither_comes_back_what_is_new_is_worth_no_more_for_that(lately: float) -> None:
+    """At night the prompts of the day stay away, and will come back; what is asked for then will not."""
+    assert Shift().worth(lately, before=0.0) == pytest.approx(lately, abs=0.02)
+
+
+def test_few_prompts_that_stay_away_do_not_tell_that_all_have_left() -> None:
+    shift = Shift()
+    shift.reuse._before.add(0.0, PART / 50)
+    assert shift.reuse.worth_of(NEW, 0) == pytest.approx(1.0, abs=0.05)

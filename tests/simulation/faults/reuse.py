@@ -31,7 +31,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "a-night-is-a-day",
         "what comes new is worth what its kind is, though nothing comes back of what came lately",
-        (Patch(_REUSE, "return worth * self._frailty.factor + PRIORITY", "return worth + PRIORITY"),),
+        (Patch(_REUSE, "return worth * self._newcomers_factor() + PRIORITY", "return worth + PRIORITY"),),
         tested(f"{_TESTS}::test_a_batch_at_night_drives_out_little_and_by_day_new_prompts_are_let_in_again"),
     ),
     Mutant(
@@ -43,7 +43,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "better-than-its-kind",
         "where more comes back than should, what is new drives out what has shown that it comes back",
-        (Patch(_FRAILTY, "return min(1.0, (_SHAPE", "return (1.0 * (_SHAPE"),),
+        (Patch(_FRAILTY, "return min(1.0, (prior", "return (1.0 * (prior"),),
         tested(f"{_LATELY}::test_where_as_much_comes_back_as_should_or_more_nothing_is_worth_less"),
     ),
     Mutant(
@@ -67,7 +67,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "lately-is-ever",
         "what was asked for long ago is expected to come back, too, and counts as missing where that does not count",
-        (Patch(_REUSE, "(exposure * self._rates.mean)[:, lately].sum()", "(exposure * self._rates.mean).sum()"),),
+        (Patch(_REUSE, "float(expected[:, ages].sum())", "float(expected.sum())"),),
         tested(f"{_LOOKS}::test_between_two_looks_what_is_known_is_expected_to_come_back_as_often_as_its_kind"),
     ),
     Mutant(
@@ -76,11 +76,29 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _REUSE,
-                "return worth * self._frailty.factor + PRIORITY_STEP * priority",
-                "return (worth + PRIORITY_STEP * priority) * self._frailty.factor",
+                "return worth * self._newcomers_factor() + PRIORITY_STEP * priority",
+                "return (worth + PRIORITY_STEP * priority) * self._newcomers_factor()",
             ),
         ),
         tested(f"{_LOOKS}::test_a_priority_adds_what_it_does_however_little_comes_back"),
+    ),
+    Mutant(
+        "those-that-left-come-back",
+        "what is new is let in as if those who have left were still to come back, though only the new ones do",
+        (Patch(_REUSE, "return lately / self._before.factor(_BEFORE_PRIOR * self._part_length)", "return lately"),),
+        tested(f"{_LOOKS}::test_where_only_what_is_new_comes_back_more_of_it_is_let_in"),
+    ),
+    Mutant(
+        "the-day-has-left",
+        "at night the prompts of the day are taken for gone, and documents that nobody repeats drive them out",
+        (Patch(_REUSE, "if lately < _AS_EXPECTED:", "if lately < 0:"),),
+        tested(f"{_LOOKS}::test_where_neither_comes_back_what_is_new_is_worth_no_more_for_that"),
+    ),
+    Mutant(
+        "one-prompt-tells",
+        "a prompt that stays away has all blocks taken for gone",
+        (Patch(_REUSE, "self._before.factor(_BEFORE_PRIOR * self._part_length)", "self._before.factor(1.0)"),),
+        tested(f"{_LOOKS}::test_few_prompts_that_stay_away_do_not_tell_that_all_have_left"),
     ),
     Mutant(
         "expected-of-long-ago",
