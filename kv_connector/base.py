@@ -172,9 +172,9 @@ class KVConnectorScheduler(ABC):
     def update_connector_output(self, reports: Sequence[StepReport]) -> None:
         """Take in what ranks reported; jobs end here, and only here.
 
-        Called as the engine takes in the outputs of the step, behind its load errors and in front of the requests that
-        its ranks call received; in one call or several, and nothing is planned in between. From then on the ids of
-        requests whose jobs have ended may come again, and plans take it that the engine has heard of the errors.
+        Called as the engine takes in the outputs of the step: after that step's load errors, and before the requests
+        that its ranks report as received; in one call or several, and nothing is planned in between. From then on the
+        ids of requests whose jobs have ended may come again, and plans take it that the engine has heard of the errors.
         """
 
     @abstractmethod

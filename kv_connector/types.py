@@ -38,8 +38,8 @@ NO_BLOCK = -1
 
 
 class Tier(IntEnum):
-    """Where a copy of a block lies. The value indexes per-tier arrays. STORAGE is reserved: what storage holds is not
-    tracked."""
+    """Where a copy of a block lies. The value indexes per-tier arrays. STORAGE names storage in events; the tree does
+    not track what it holds."""
 
     DEVICE = 0
     HOST = 1

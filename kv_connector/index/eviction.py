@@ -5,8 +5,8 @@ little memory. They wait in as many heaps as the order has classes, in each the 
 is worth least of those at the top goes. Recency changes are not pushed into a heap: a node that was used since it was
 queued, or is of another class by now, goes back where it belongs when it comes up.
 
-Behind a leaf goes its prefix, as far as that is due before other leaves. A prefix that was inserted at once lies in
-neighbouring rows, which are compared many at once: a small part of what it takes to look at each.
+After a leaf its prefix is evicted, from its end, as far as it is due before other leaves. A prefix that was inserted at
+once lies in neighbouring rows, which are compared many at once: a small part of what it takes to look at each.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Time is divided into intervals, called parts (see `ReuseModel`), and for each class and age two sums are kept: `events`,
 blocks that were asked for there, and `exposure`, how many blocks spent how much time there. The highest of many rates
-overrates chance events of few parts, so a long memory is best for a steady load. After a lasting change of the load a
-long memory goes by the old load for long, and a short one is best. So each memory is scored by the likelihood of each
-part under its rates, scores decay, and a worth is the mean over the memories, weighted by these scores (dynamic model
-averaging, Raftery, Karny and Ettler 2010). Using the best memory alone cost up to 2.7 points of hit rate where days and
-nights differ: it was another one every few parts, and blocks kept by one order were evicted by the next.
+overrates chance events of few parts, so a long memory is best for a steady workload. After a lasting change of the
+workload a long memory goes by the old one for long, and a short one is best. So each memory is scored by the likelihood
+of each part under its rates, scores decay, and a worth is the mean over the memories, weighted by these scores (dynamic
+model averaging, Raftery, Karny and Ettler 2010). Using the best memory alone cost up to 2.7 points of hit rate where
+days and nights differ: it was another one every few parts, and blocks kept by one order were evicted by the next.
 
 A memory cannot judge ages longer than it reaches back: it has seen blocks return after such a time, but not those that
 did not return. So it gives no rate for such ages.

@@ -37,7 +37,7 @@ _LEAVING = 1 << 26
 _COPY = 1 << 27
 """What keeps a node is one number: its children and pins, behind them whether it waits to leave, and its copies."""
 LEAST_REMEMBERED = 1 << 16
-"""A tree remembers so many blocks without a copy at least, about 14 MB of them, unless it is told otherwise."""
+"""A tree remembers so many blocks without a copy at least, about 15 MB of them, unless it is told otherwise."""
 
 
 def rows_of(column: Sequence[Any], rows: Sequence[int]) -> tuple[Any, ...]:

@@ -23,7 +23,8 @@ the tokens to compute, their layers wait for the link."""
 
 
 def is_light(loads: Sequence[CopyJob], block_size: int, num_computed_tokens: int) -> bool:
-    """Whether a step that computes so many tokens waits for most of what these `loads` take."""
+    """Whether a step is light: it computes at most a sixteenth of the tokens of these `loads`, so it waits for most of
+    what they take."""
     num_loaded_tokens = sum(job.num_blocks for job in loads) * block_size
     return 0 < num_loaded_tokens >= _LIGHT * num_computed_tokens
 

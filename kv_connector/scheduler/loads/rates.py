@@ -4,10 +4,9 @@
     async       the request waits for it while others run; for hits that would hold the others up, unless blocks are
                 scarce and those of the request would lie idle for longer than everybody's in the step
     coalesced   another request's load of the same prefix is under way: ask again, it will be a device hit
-    recompute   the model is sooner
+    recompute   its tokens are computed, as that is expected to be faster
 
-The choice is made from rates that were observed, never from constants; as long as one is unknown the answer is sync,
-which is how it becomes known.
+The choice is made from observed rates; as long as one is unknown the answer is sync, which is how it becomes known.
 """
 
 from __future__ import annotations

@@ -20,9 +20,9 @@ from ...types import Direction
 from ...values import shortened, shown
 
 NUM_BYTES = 32 << 20
-"""Of host memory and of scratch memory that copies are measured on. Nobody waits for those of a host with less."""
+"""Of host memory, and of scratch memory on the device, that copies are measured on."""
 EDGE_BYTES = 8 << 20
-"""Of the staged path's chunk that nothing runs beside, the first of a save and the last of a load."""
+"""Of the chunk of a staged copy beside which no other chunk moves: the first of a save, the last of a load."""
 LEAST_PITCHED_BYTES = 128 << 10
 """Of a piece. Loads and saves of 2.25 GiB, as shares of the link (H200, 2026-11-23): in pieces of 256 KiB pitched 0.986
 and 0.986, beside large products 0.985 and 0.956, and packed 0.963 and 0.975, beside them 0.917 and 0.905; of 128 KiB

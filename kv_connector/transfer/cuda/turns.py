@@ -38,7 +38,7 @@ TURN_BYTES: dict[Pace, int] = {
 }
 """Bytes between two turns: 0.3 ms of the link for a background load, as each step waits for its inputs; 1.2 ms for a
 load that the step waits for anyway, after its inputs; and 0.6 ms for saves, as nothing on the device waits for sampled
-tokens. A turn takes some 14 us of the link. The copies between two turns are one call of the driver, whose first copy
+tokens. A turn takes some 6 us of the link. The copies between two turns are one call of the driver, whose first copy
 begins when its last was submitted: 2.25 GiB in segments of 1 MiB move at 0.99 of the link in calls of 42 MiB, and at
 0.975 in two calls (H200, 2026-11-23)."""
 _PRIORITIES = {Direction.LOAD: Priority.LOAD, Direction.SAVE: Priority.SAVE}
