@@ -42,6 +42,7 @@ class Crowded:
         self.engine = engine
         self.transfer = transfer  # parameters of the waiting request, that another engine has computed
         self.adapters: dict[str, Any] = {}
+        self.reading_nothing: set[str] = {"alike"}  # that want their prompts computed, as for log-probabilities
         self.answers: dict[str, list[int]] = {}
         self.begun_anew: list[int] = []  # tokens that are left of a request that vLLM does not look for
         role = engine.scheduler.connector._scheduler
@@ -63,8 +64,9 @@ class Crowded:
         )
         if name == "waiting" and self.transfer:
             params.extra_args = {"kv_transfer_params": self.transfer}
-        if name == "alike":
+        if name in self.reading_nothing:
             params.skip_reading_prefix_cache = True
+        if name == "alike":
             params.extra_args = {"kv_transfer_params": {"cache": {"do_not_cache": True}}}
         adapter = self.adapters.get(name)
         self.engine.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, params, lora_request=adapter)
@@ -250,12 +252,14 @@ def test_who_was_preempted_and_waits_for_room_behind_a_load_that_fails_is_comput
         crowded.check_what_is_cached(computed)
 
 
+@pytest.mark.parametrize("reads", [True, False])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks_from_those_in_front(
-    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool, reads: bool
 ) -> None:
     """vLLM has it wait among those without blocks then, and the other one, which it has preempted, in front of it: that
-    has no room before the first one ends."""
+    has no room before the first one ends. Also where vLLM drops what it is answered of the other one, as that wants its
+    prompt computed."""
     from vllm.lora.request import LoRARequest
 
     adapters = [LoRARequest(f"a{i}", i, str(tiny.write_adapter(tmp_path / f"a{i}", seed=i))) for i in (1, 2)]
@@ -263,6 +267,7 @@ def test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks
     options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
     with crowding(models, monkeypatch, ahead, **options) as crowded:
         engine, crowded.adapters = crowded.engine, dict(zip(asked, adapters, strict=True))
+        crowded.reading_nothing |= set() if reads else {"other"}
 
         def answer(name: str, **options: Any) -> list[int]:
             prompt, num_tokens = asked[name]
@@ -278,6 +283,8 @@ def test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks
         crowded.fail()
         assert crowded.begun_anew == [0]
         until(lambda: crowded.request("other").status.name == "PREEMPTED", crowded.step, engine.stats)
+        crowded.run()
+        assert crowded.request("other").skip_reading_prefix_cache != reads
         answers = crowded.end()
         crowded.forget_device()
         assert answers == {name: answer(name) for name in asked}

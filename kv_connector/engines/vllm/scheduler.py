@@ -76,6 +76,7 @@ class SchedulerRole:
         self._blocks: PoolBlocks | None = None
         self._told: dict[str, list[list[int]]] = {}  # block tables of requests admitted since the last step
         self._begun_anew: set[str] = set()  # that wait with blocks of which nothing was loaded, and may hit nothing
+        self._to_compute: list[Request] = []  # that were put off behind those, and want their prompts computed
         self._sessions = Sessions()
         self._feed = StatsFeed()
         self._tenants = self.half.tenant_stats if config.tenants else dict
@@ -108,18 +109,19 @@ class SchedulerRole:
         self._local_tokens[request.request_id] = num_computed_tokens
         if self._events is not None:
             self._events.note(request)
+        if self._begun_anew and request.request_id not in self._begun_anew:
+            self._put_off(request)
+            return None, False  # vLLM may look at it before those, which hold blocks that it may need
         if request.skip_reading_prefix_cache:
             return 0, False  # it wants its prompt computed, and vLLM drops what we answer
-        if self._begun_anew:
-            return None, False  # vLLM may look at it before those, which hold blocks that it may need
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """After an asynchronous load vLLM calls again, without a lookup: all of it is on the device by then."""
         num_local = self._local_tokens.pop(request.request_id, request.num_computed_tokens)
         if request.request_id in self._begun_anew:
-            self._begun_anew.remove(request.request_id)
             request.skip_reading_prefix_cache = False
+            self._end_anew(request.request_id)
         block_ids = blocks.get_block_ids()
         tables = to_tables([block_ids[group_id] for group_id in self.shape.group_ids])
         self._told[request.request_id] = tables
@@ -223,10 +225,25 @@ class SchedulerRole:
             request.skip_reading_prefix_cache = True
             self._begun_anew.add(request.request_id)
 
+    def _put_off(self, request: Request) -> None:
+        """Not to be admitted before those that begin anew: vLLM drops the answer that says so where a request wants its
+        prompt computed, so that waits as well."""
+        if request.skip_reading_prefix_cache:
+            request.skip_reading_prefix_cache = False
+            self._to_compute.append(request)
+
+    def _end_anew(self, request_id: str) -> None:
+        """It was admitted, or has ended; behind the last one those that were put off want their prompts computed."""
+        self._begun_anew.discard(request_id)
+        if not self._begun_anew:
+            for request in self._to_compute:
+                request.skip_reading_prefix_cache = True
+            self._to_compute.clear()
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         self._local_tokens.pop(request.request_id, None)
         self._live.pop(request.request_id, None)
-        self._begun_anew.discard(request.request_id)
+        self._end_anew(request.request_id)
         self._sessions.forget(request.request_id)
         if self._events is not None:
             self._events.forget(request.request_id)
