@@ -102,3 +102,36 @@ def test_adapters_keep_their_caches_apart(tmp_path: Path) -> None:
         assert answers() == from_device
         assert engine.stats()["host_hit_tokens"] == 3 * 13 * BLOCK_SIZE
         engine.check_all_free()
+
+
+def test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights(tmp_path: Path) -> None:
+    """vLLM's hashes have its name and path alone, and a reset of vLLM's cache leaves the host as it is. Behind one that
+    resets the host too, the new weights' blocks are kept and found."""
+    from vllm.lora.request import LoRARequest
+
+    config = transfer_config({"write_policy": "write_through"})
+    path, asked = tmp_path / "adapter", prompts(1, seed=24)
+    adapter = LoRARequest("a", 1, str(tiny.write_adapter(path, seed=1)))
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config, enable_lora=True, max_lora_rank=8) as engine:
+
+        def ask() -> tuple[list[list[int]], int]:
+            before = engine.stats()["host_hit_tokens"]
+            answers = engine.alone(asked, adapter=adapter)
+            engine.drain()
+            return answers, int(engine.stats()["host_hit_tokens"] - before)
+
+        old, _ = ask()
+        assert engine.llm.reset_prefix_cache()
+        assert ask() == (old, 13 * BLOCK_SIZE)
+        tiny.write_adapter(path, seed=2)
+        engine.llm.llm_engine.add_lora(LoRARequest("a", 1, str(path), load_inplace=True))
+        assert engine.llm.reset_prefix_cache()
+        new, hits = ask()
+        assert new != old and not hits
+        assert engine.llm.reset_prefix_cache()
+        assert ask() == (new, 0)
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert ask() == (new, 0)
+        assert engine.llm.reset_prefix_cache()
+        assert ask() == (new, 13 * BLOCK_SIZE)
+        engine.check_all_free()

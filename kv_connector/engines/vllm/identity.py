@@ -140,6 +140,32 @@ class Adapters:
         return found or ""
 
 
+class ReplacedAdapters:
+    """LoRA adapters whose files have changed since their first request came, until a reset: of the blocks that this
+    engine keeps under vLLM's hashes of them, which have an adapter's name (and path, in newer versions), nobody knows
+    which weights they are of. Called from the scheduler's thread."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str], object] = {}  # changes of their files, by name and path
+        self._replaced: set[tuple[str, str]] = set()
+
+    def has(self, request: Request) -> bool:
+        """Whether the request's adapter is one of them."""
+        lora = request.lora_request
+        if lora is None:
+            return False
+        key = (lora.lora_name, lora.lora_path)
+        changes = local_changes(lora.lora_path)  # of none that are gone, or elsewhere
+        if changes and self._first.setdefault(key, changes) != changes:
+            self._replaced.add(key)
+        return key in self._replaced
+
+    def reset(self) -> None:
+        """Nothing is kept of before."""
+        self._first.clear()
+        self._replaced.clear()
+
+
 def _hash(model: ModelConfig) -> str:
     try:
         return str(model.compute_hash())

@@ -16,7 +16,7 @@ from ...index import CacheIdentity, may_truncate
 from ..stats import StatsFeed
 from .blocks import PoolBlocks
 from .events import EventFeed
-from .identity import Adapters
+from .identity import Adapters, ReplacedAdapters
 from .sessions import Sessions
 from .specs import EngineShape
 from .stats import TieredStats
@@ -78,6 +78,7 @@ class SchedulerRole:
         self._begun_anew: set[str] = set()  # that wait with blocks of which nothing was loaded, and may hit nothing
         self._to_compute: list[Request] = []  # that were put off behind those, and want their prompts computed
         self._sessions = Sessions()
+        self._replaced = ReplacedAdapters()
         self._feed = StatsFeed()
         self._tenants = self.half.tenant_stats if config.tenants else dict
         self._events = EventFeed(shape) if shape.publishes_events else None
@@ -114,6 +115,8 @@ class SchedulerRole:
             return None, False  # vLLM may look at it before those, which hold blocks that it may need
         if request.skip_reading_prefix_cache:
             return 0, False  # it wants its prompt computed, and vLLM drops what we answer
+        if self._replaced.has(request):
+            return 0, False  # the host has blocks of its adapter's old weights, also where vLLM has forgotten them
         return self.half.get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -265,6 +268,7 @@ class SchedulerRole:
 
     def reset_cache(self) -> bool:
         done = self.half.reset_cache()
+        self._replaced.reset()
         logger.info("kv_connector: the host cache was reset")
         return done
 
