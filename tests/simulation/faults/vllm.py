@@ -13,6 +13,7 @@ _SESSIONS = f"{_TESTS}/test_vllm_sessions.py"
 _WITHIN_DRAFTS = "test_a_turn_that_ends_within_accepted_drafts_spoils_nothing"
 _SHARED = "test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it"
 _NO_ROOM = f"{_TESTS}/test_vllm_no_room.py"
+_WAITS_FOR_ADAPTER = "test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks_from_those_in_front"
 _ONE_IS_ENOUGH = f"{_TESTS}/test_vllm_failed_loads.py::test_one_request_whose_step_is_planned_on_is_enough"
 _ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
@@ -45,6 +46,18 @@ VLLM: tuple[Mutant, ...] = (
         "who shares a block that was not loaded goes on behind it, as vLLM has it",
         Patch(f"{_FOLDER}/scheduler.py", "if first is not None:", "if False:"),
         f"{_TESTS}/test_vllm_failed_loads.py::{_SHARED}",
+    ),
+    _mutant(
+        "computes-in-front",
+        "who wants its prompt computed is looked at in front of those that begin anew with blocks that it needs",
+        Patch(f"{_FOLDER}/scheduler.py", "            self._put_off(request)\n", ""),
+        f"{_NO_ROOM}::{_WAITS_FOR_ADAPTER}[False-False]",
+    ),
+    _mutant(
+        "adapters-of-before",
+        "an adapter that was replaced under its name and path hits what its old weights have computed",
+        Patch(f"{_FOLDER}/scheduler.py", "if self._replaced.has(request):", "if False:"),
+        f"{_TESTS}/test_vllm_requests.py::test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights",
     ),
     _mutant(
         "drafts-behind-a-turn",
