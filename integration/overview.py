@@ -21,12 +21,12 @@ from integration.figures.results import RESULTS, ROOT, read
 
 PICTURE = RESULTS / "overview.png"
 CHATS = {
-    "": ("vllm_serving_0320_24_12_h200", "vllm_serving_0320_16_6_h200"),
+    "": ("vllm_serving_0320_24_12_later_h200", "vllm_serving_0320_16_6_h200"),
     "\nolder": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("1x", "2x")),
 }
 MISSES = ("vllm_misses_0251_h200", "vllm_misses_0320_h200")
 FIRST_TOKENS = {
-    "": "sglang_ttft_dma_h200",
+    "": "sglang_ttft_h200",
     "\nolder": "sglang_ttft_alone_h200",
 }
 """Chats and first tokens by what is written below their names."""

@@ -27,7 +27,8 @@ HERE, ELSEWHERE = "vllm_regimes_0320_h200", "vllm_regimes_choice_0320_h200"
 PARTS = ("vllm_serving_0320_24_12_h200", "vllm_serving_0320_16_6_h200")
 MISSES, RANKS = "vllm_misses_0320_h200", "vllm_replicas_h200"
 MISSES_AGAIN = "vllm_misses_later_0320_h200"
-DECODING = "vllm_decoding_0320_h200"
+LATER = "vllm_serving_0320_24_12_later_h200"
+DECODING, WAYS = "vllm_decoding_0320_h200", "vllm_decoding_ways_0320_h200"
 SYNC = "vllm_serving_0320_sync_1x_h200"
 IN_STEP = 'ours:load_choice="sync"'
 CHOICE = ("vllm_serving_0320_choice_1x_h200", "vllm_serving_0320_choice_2x_h200")
@@ -72,7 +73,7 @@ def by_regime_here() -> Iterator[str]:
     assert engines["lmcache"]["turns_per_second"] > engines["ours"]["turns_per_second"]
     yield f"behind `write_through`, which has {engines[WRITE_THROUGH]['turns_per_second']:.2f} turns"
     declined = worst["counted"]["declined_saves_blocks"]
-    yield f"declines {declined:,.0f} of the {declined + worst['counted']['saved_blocks']:,.0f} blocks that are new"
+    yield f"declines {declined:,.0f} of the {declined + worst['counted']['saved_blocks']:,.0f} blocks that are"
     began_anew = by_regime(ELSEWHERE)[1, 8]["engines"]
     ratio = began_anew["ours"]["turns_per_second"] / began_anew["lmcache"]["turns_per_second"]
     yield f"it had {ratio:.2f} times LMCache's turns"
@@ -81,15 +82,56 @@ def by_regime_here() -> Iterator[str]:
     assert max(row["counted"]["async_loads"] for name in PARTS for row in result(name)["rows"] if is_ours(row)) == 1
 
 
+def by_regime_later() -> Iterator[str]:
+    claims = [one for which, one in result(LATER)["claims"].items() if which.startswith("turns_over_best_of_3_peers")]
+    over = [marked(one, 3) for one in claims]
+    yield "{}, {} and {} times the best peer's turns at 0.5x, {}, {} and {} at 1x".format(*over)
+    seconds = sorted({f"{row['seconds']:.1f}" for row in windows(LATER, "ours")})
+    yield "windows of {} and {} s".format(*seconds)
+    ours, eager, peer = (at_1x(LATER, name)[8] for name in ("ours", WRITE_THROUGH, "lmcache"))
+    declined = ours["counted"]["declined_saves_blocks"]
+    yield f"declined {declined:,} blocks and had {100 * ours['cached_share']:.1f} % cached"
+    yield f"LMCache had {100 * peer['cached_share']:.1f} % and {peer['turns_per_second']:.2f} turns against"
+    yield f"against {ours['turns_per_second']:.2f}, `write_through` {100 * eager['cached_share']:.1f} %"
+    yield f"% and {eager['turns_per_second']:.2f}. So"
+    short, longer = ours["phases"], at_1x(LATER, "ours")[32]["phases"]
+    computing = [
+        (of["steps"] * of["step_ms"] - decoding_ms(of)) / (of["steps"] - of["decode_steps"]) for of in (short, longer)
+    ]
+    yield "took {:.0f} ms there and {:.0f} with answers of 32 tokens".format(*computing)
+    yield f"decoding steps {short['decode_step_ms']:.2f} ms and {longer['decode_step_ms']:.2f}"
+
+
+def at_1x(name: str, connector: str) -> dict[int, Row]:
+    """Windows with room for all, by length of answers."""
+    return {row["answer"]: row for row in windows(name, connector) if round(row["host_share"], 2) == 1}
+
+
+def decoding_ms(phases: Row) -> float:
+    return float(phases["decode_steps"] * phases["decode_step_ms"])
+
+
 def decoding_steps() -> Iterator[str]:
-    steps: dict[str, float] = {}
-    for name in ("ours", "lmcache", "offloading", "simple"):
-        of = [row for row in windows(PARTS[1], name) if (row["host_share"], row["answer"]) == (2, 128)]
-        steps[name] = of[0]["phases"]["decode_step_ms"]
-    yield "took {ours:.2f} ms with ours and {lmcache:.2f} with LMCache".format(**steps)
-    yield "and {offloading:.2f} and {simple:.2f} with OffloadingConnector and SimpleCPUOffloadConnector".format(**steps)
-    background = [row["phases"]["decode_step_ms"] for row in windows(CHOICE[1], IN_BACKGROUND) if row["answer"] > 8]
-    yield "as {:.2f} and {:.2f} with `load_choice` `async`".format(*background)
+    steps: dict[tuple[str, int], float] = {
+        (name, row["answer"]): row["phases"]["decode_step_ms"]
+        for name in ("ours", "lmcache", "offloading", "simple")
+        for row in windows(PARTS[1], name)
+        if row["host_share"] == 2
+    }
+    yield f"took {steps['ours', 128]:.2f} ms with ours and {steps['lmcache', 128]:.2f} with LMCache"
+    yield f"and {steps['offloading', 128]:.2f} and {steps['simple', 128]:.2f} with OffloadingConnector and SimpleCPU"
+    yield f"{steps['ours', 8]:.2f} with ours and {steps['offloading', 8]:.2f} with OffloadingConnector. In a trace"
+    found = {row["connector"]: row for row in rows_of("timeline", result(DECODING))}
+    ours, peer = found["ours"], found["offloading"]
+    first, last = (ours[f"graph_{which}_us"] / 1e3 for which in ("first", "last"))
+    yield f"took {first:.2f} ms without attention at first and {last:.2f} at last"
+    yield f"beside the model for {ours['beside_us'] / 1e3:.2f} ms"
+    assert peer["beside_us"] == 0.0
+    yield "none did, {:.2f} and {:.2f}".format(*(peer[f"graph_{which}_us"] / 1e3 for which in ("first", "last")))
+    names = ("offloading", "ours", 'ours:copy_path="runs"', 'ours:variant="b"')
+    ways = [f"{windows(WAYS, name)[0]['phases']['decode_step_ms']:.2f}" for name in names]
+    yield "OffloadingConnector took {} as well, ours {}, ours by DMA alone {}".format(*ways[:3])
+    yield f'(`variant="b"`) {ways[3]}: it is not the kernels'
 
 
 def first_tokens() -> Iterator[str]:
@@ -160,19 +202,6 @@ def misses() -> Iterator[str]:
     yield f"Older code had **{least_over_none():.3f}** at worst"
 
 
-def decoding_traced() -> Iterator[str]:
-    found = {row["connector"]: row for row in rows_of("timeline", result(DECODING))}
-    ours, peer, background = (found[name] for name in ("ours", "offloading", 'ours:load_choice="async"'))
-    first, last = (ours[f"graph_{which}_us"] for which in ("first", "last"))
-    yield f"took {first / 1e3:.2f} ms without attention in the first tenth of its replays"
-    yield f"and {last / 1e3:.2f} in the last"
-    yield f"for {ours['beside_us'] / 1e3:.2f} ms in all, and from then on each of the graph's 450 kernels"
-    yield f"took {(last - first) / 450:.1f} us longer"
-    assert peer["beside_us"] == background["beside_us"] == 0.0
-    others = (row[f"graph_{which}_us"] / 1e3 for row in (peer, background) for which in ("first", "last"))
-    yield "it took {:.2f} and {:.2f}, and {:.2f} and {:.2f}".format(*others)
-
-
 def ranks() -> Iterator[str]:
     found = rows(RANKS, "ranks")
     spread = (value for number in (1, 2) for value in (min(found[number]["load_ms"]), max(found[number]["load_ms"])))
@@ -204,12 +233,12 @@ def in_the_background() -> Iterator[str]:
 TOLD = (
     on_other_hosts,
     by_regime_here,
+    by_regime_later,
     decoding_steps,
     first_tokens,
     in_the_background,
     by_choice,
     by_where_it_loads,
     misses,
-    decoding_traced,
     ranks,
 )

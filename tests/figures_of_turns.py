@@ -53,7 +53,7 @@ def awaited() -> Iterator[str]:
     found = awaited_loads("awaited_h200")
     up_front, by_layer = ((256, "up front"), (1024, "up front")), ((256, "by layer"),)
     ours, dma = (shares_of_link(found, up_front, path) for path in ("auto", "runs"))
-    yield "up front reaches {:.2f} to {:.2f} of the link, the goal is missed**".format(*ours)
+    yield "up front reaches {:.2f} to {:.2f} of the link, the goal is missed**: a kernel".format(*ours)
     yield "where DMA would reach {:.2f} to {:.2f}".format(*dma)
     dma, kernel, ours = (
         ends(
@@ -65,24 +65,28 @@ def awaited() -> Iterator[str]:
     )
     yield "{:.0f} to {:.0f} ms to submit 1 GiB".format(*dma)
     yield "where the kernel alone takes {:.1f} to {:.1f}".format(*kernel)
-    yield "and ours, which chooses it, **{:.1f} to {:.1f}**".format(*ours)
+    yield "and ours, which chooses it, {:.1f} to {:.1f}".format(*ours)
     dma, ours, kernel = (shares_of_link(found, by_layer, path) for path in ("runs", "auto", "direct"))
     yield "DMA reaches {:.2f} to {:.2f} of the link with loads of 256 MiB".format(*dma)
     yield "there, {:.2f} to {:.2f}".format(*ours)
     yield "where the kernel alone reaches {:.2f} to {:.2f}".format(*kernel)
 
 
-def awaited_up_front() -> Iterator[str]:
-    found = awaited_loads("awaited_up_front_h200")
-    light = "by layer in a light step"
-    yield "ours, the kernel there, reached {:.2f} to {:.2f}".format(
-        *shares_of_link(found, ((256, light), (1024, light)), "auto")
+def awaited_in_other_ways() -> Iterator[str]:
+    here, elsewhere = awaited_loads("awaited_h200"), awaited_loads("awaited_up_front_h200")
+    light, gib = "by layer in a light step", ((1024, "up front"),)
+    yield "the kernel is ours, and reached {:.2f} to {:.2f}".format(
+        *shares_of_link(here, ((256, light), (1024, light)), "auto")
     )
-    tried, kernel, dma = (shares_of_link(found, ((1024, "up front"),), path) for path in ("auto", "direct", "runs"))
+    tried, kernel, dma = (shares_of_link(elsewhere, gib, path) for path in ("auto", "direct", "runs"))
     yield "1 GiB reached {:.3f} to {:.3f} of the link with that".format(*tried)
-    yield "{:.3f} to {:.3f} by the kernel alone and".format(*kernel)
-    yield "and {:.3f} to {:.3f} by DMA alone".format(*dma)
-    ours, dma = (shares_of_link(found, ((4096, "up front"),), path) for path in ("auto", "runs"))
+    yield "{:.3f} to {:.3f} by the kernel alone (the file".format(*kernel)
+    yield "DMA took {:.3f} to {:.3f} of the link with 1 GiB up front".format(*dma)
+    small = [found[1024, "up front", "runs", 64 << 10] for found in (here, elsewhere)]
+    least = [row["link_ms"] / median(row["all_ms"]) for row in small]
+    assert least[1] == dma[0]
+    yield f"of which it takes {least[0]:.3f} here"
+    ours, dma = (shares_of_link(here, ((4096, "up front"),), path) for path in ("auto", "runs"))
     yield "ours reached {:.2f} to {:.2f} of the link up front".format(*ours)
     yield "DMA alone {:.2f} to {:.2f}".format(*dma)
 
@@ -144,4 +148,4 @@ def worth_in_sglang() -> Iterator[str]:
     yield f"yielding is worth {min(more):.0f} to {max(more):.0f} % more"
 
 
-TOLD = (copies, submitting, awaited, awaited_up_front, beside_a_model, small_copies, worth_in_sglang)
+TOLD = (copies, submitting, awaited, awaited_in_other_ways, beside_a_model, small_copies, worth_in_sglang)

@@ -114,7 +114,7 @@ OF_ROWS = {
     "copies_before_h200": (of_copies, 26),
     "submitting_h200": (of_submitting, 36),
     "submitting_h100": (of_submitting, 24),
-    "awaited_h200": (of_awaited, 12),
+    "awaited_h200": (of_awaited, 27),
     "awaited_up_front_h200": (of_awaited, 27),
     "interference_h200": (of_interference, 30),
     "interference_h100": (of_interference, 30),

@@ -22,7 +22,7 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "mutants": ("mutants", simulation.mutants),
     "sglang_chats": ("sglang_serving_h200", sglang.chats),
     "sglang_misses": ("sglang_misses_h200", sglang.misses),
-    "sglang_ttft": ("sglang_ttft_dma_h200", sglang.host_hits),
+    "sglang_ttft": ("sglang_ttft_h200", sglang.host_hits),
     "copies": ("copies_h200", copies.scattered),
     "copies_h100": ("copies_h100", copies.scattered),
     "awaited": ("awaited_h200", copies.awaited),

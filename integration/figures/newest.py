@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from integration.bench.peers import PEERS
+from integration.bench.regimes import regimes
 from integration.figures.markdown import bold_unless, head, line, wrapped
 from integration.figures.results import Result, Row, rows_of
 
 RESULTS = (
-    "vllm_regimes_0320_h200",
+    "vllm_serving_0320_24_12_later_h200",
+    "vllm_serving_0320_16_6_h200",
     "vllm_ttft_0320_graphs_h200",
     "vllm_misses_0320_h200",
     "sglang_serving_h200",
-    "sglang_ttft_dma_h200",
+    "sglang_ttft_h200",
     "sglang_misses_h200",
 )
 
@@ -23,11 +25,11 @@ _SIGNS = {"higher": "≥", "lower": "≤"}
 
 def table(*results: Result) -> list[str]:
     """A line for each kind of measurement, and below what all have in common; `results` are `RESULTS`, in order."""
-    in_vllm, first, misses, in_sglang, first_in_sglang, misses_in_sglang = results
+    *in_vllm, first, misses, in_sglang, first_in_sglang, misses_in_sglang = results
     titles = ("", "ours", "best of the others", "ours over it", "goal", "commit")
     return [
         *head(line(*titles)),
-        *_chats_in_vllm(in_vllm),
+        *_chats_in_vllm(*in_vllm),
         _first_tokens("vLLM", first),
         _misses("vLLM", misses),
         *_chats_in_sglang(in_sglang),
@@ -44,7 +46,7 @@ def _in_common(*results: Result) -> str:
     assert len(gpus) == 1, f"one line for results of {sorted(gpus)}"
     dates = sorted({result["date"][:10] for result in results})
     days = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    seconds = [row["seconds"] for part in ("regime", "chats") for row in rows_of(part, *results)]
+    seconds = [row["seconds"] for row in rows_of("chats", *results)]
     prompts = sorted({len(row["all_ms"]) for row in rows_of("hits", *results)})
     rounds = sorted({len(row["all_over_none"]) for row in rows_of("misses", *results) if "over_none" in row})
     return (
@@ -54,15 +56,18 @@ def _in_common(*results: Result) -> str:
     )
 
 
-def _chats_in_vllm(result: Result) -> Iterator[str]:
-    rows = sorted(rows_of("regime", result), key=lambda row: (row["host_share"], row["answer"]))
-    for host in dict.fromkeys(row["host_share"] for row in rows):
-        found = [row for row in rows if row["host_share"] == host]
-        turns = {
-            row["answer"]: {name: engine["turns_per_second"] for name, engine in row["engines"].items()}
-            for row in found
-        }
-        yield _chats("vLLM", host, turns, result)
+def _chats_in_vllm(*results: Result) -> Iterator[str]:
+    lines: dict[float, str] = {}
+    for result in results:
+        rows = sorted(regimes(result["rows"]), key=lambda row: (row["host_share"], row["answer"]))
+        for host in dict.fromkeys(row["host_share"] for row in rows):
+            found = [row for row in rows if row["host_share"] == host]
+            turns = {
+                row["answer"]: {name: engine["turns_per_second"] for name, engine in row["engines"].items()}
+                for row in found
+            }
+            lines[host] = _chats("vLLM", host, turns, result)
+    return (lines[host] for host in sorted(lines))
 
 
 def _chats_in_sglang(result: Result) -> Iterator[str]:
