@@ -268,13 +268,21 @@ VLLM: tuple[Mutant, ...] = (
     _mutant(
         "waiting-hits",
         "vLLM is to give the blocks of a hit to a request that has its own",
-        Patch(f"{_FOLDER}/scheduler.py", "            request.skip_reading_prefix_cache = True\n", ""),
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "request.skip_reading_prefix_cache = True\n            self._begun_anew.add(",
+            "self._begun_anew.add(",
+        ),
         _NO_ROOM,
     ),
     _mutant(
         "waiting-hits-never",
         "a request whose load has failed while it waited for room hits nothing, whatever becomes of it",
-        Patch(f"{_FOLDER}/scheduler.py", "            request.skip_reading_prefix_cache = False\n", ""),
+        Patch(
+            f"{_FOLDER}/scheduler.py",
+            "request.skip_reading_prefix_cache = False\n            self._end_anew(",
+            "self._end_anew(",
+        ),
         _NO_ROOM,
     ),
     _mutant(
