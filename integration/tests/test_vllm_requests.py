@@ -11,6 +11,7 @@ pytest.importorskip("vllm", reason="real vLLM runs in a virtual environment of i
 
 from integration.models import tiny
 from integration.tests.vllm_engines import BLOCK_SIZE, VllmEngine, prompts, running, transfer_config
+from kv_connector.engines.vllm import identity
 
 
 @pytest.fixture(scope="module")
@@ -104,13 +105,16 @@ def test_adapters_keep_their_caches_apart(tmp_path: Path) -> None:
         engine.check_all_free()
 
 
-def test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights(tmp_path: Path) -> None:
+def test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM's hashes have its name and path alone, and a reset of vLLM's cache leaves the host as it is. Behind one that
-    resets the host too, the new weights' blocks are kept and found."""
+    resets the host too, the new weights' blocks are kept and found. The log says so, once."""
     from vllm.lora.request import LoRARequest
 
     config = transfer_config({"write_policy": "write_through"})
     path, asked = tmp_path / "adapter", prompts(1, seed=24)
+    monkeypatch.setattr(identity.logger, "handlers", [*identity.logger.handlers, caplog.handler])
     adapter = LoRARequest("a", 1, str(tiny.write_adapter(path, seed=1)))
     with running(tmp_path, num_blocks=200, kv_transfer_config=config, enable_lora=True, max_lora_rank=8) as engine:
 
@@ -135,3 +139,5 @@ def test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights(tmp_path: 
         assert engine.llm.reset_prefix_cache()
         assert ask() == (new, 13 * BLOCK_SIZE)
         engine.check_all_free()
+    told = [message for message in caplog.messages if "have changed" in message]
+    assert len(told) == 1 and str(path) in told[0]

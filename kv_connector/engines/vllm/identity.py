@@ -156,8 +156,13 @@ class ReplacedAdapters:
             return False
         key = (lora.lora_name, lora.lora_path)
         changes = local_changes(lora.lora_path)  # of none that are gone, or elsewhere
-        if changes and self._first.setdefault(key, changes) != changes:
+        if changes and self._first.setdefault(key, changes) != changes and key not in self._replaced:
             self._replaced.add(key)
+            logger.warning(
+                "the files of adapter %s at %s have changed: its requests hit nothing but in vLLM's own cache until "
+                "both are reset (POST /reset_prefix_cache?reset_external=true)",
+                *key,
+            )
         return key in self._replaced
 
     def reset(self) -> None:
