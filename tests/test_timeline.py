@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from integration.bench.vllm_timeline import SMALL_BYTES, covered, summarize
+from integration.bench.vllm_timeline import COMPUTES_US, SMALL_BYTES, covered, summarize
 
 
 def call(correlation: int, at: float) -> dict[str, Any]:
@@ -70,6 +70,27 @@ def test_what_a_graph_takes_without_attention_is_told_of_its_first_and_last_repl
     assert (found["graph_first_us"], found["graph_last_us"]) == (200, 203), "of attention, up to the next kernel"
     assert found["beside_us"] == 20
     assert "graph_replays" not in summarize([kernel(1, 0, 10)])
+
+
+def test_of_a_prompt_between_two_decoding_steps_it_is_told_when_its_load_began_and_what_was_left() -> None:
+    """Sampling runs between steps as well, and is no prompt; a load in front of another step is not the prompt's."""
+
+    def graph(replay: int, at: float) -> dict[str, Any]:
+        run = kernel(replay, at, 100)
+        return run | {"args": run["args"] | {"graph id": 7}}
+
+    load = upload(10, 1_150, 2_000, stream=9, num_bytes=SMALL_BYTES)
+    more = upload(11, 3_200, 300, stream=9, num_bytes=SMALL_BYTES)
+    found = summarize([
+        graph(1, 0), kernel(2, 120, COMPUTES_US / 2), graph(3, 900),
+        load, kernel(4, 1_500, 500), kernel(5, 3_300, 900), more, graph(6, 4_400),
+        kernel(7, 4_600, 2 * COMPUTES_US), graph(8, 6_700),
+    ])  # fmt: skip
+    assert (found["prompts"], found["prompts_with_loads"]) == (2, 1)
+    assert found["prompt_us"] == ((4_400 - 1_000) + (6_700 - 4_500)) / 2
+    idle = (1_150 - 1_000) + (3_200 - 3_150) + (4_400 - 4_200), 100 + 100
+    assert found["prompt_idle_us"] == sum(idle) / 2
+    assert (found["load_begins_us"], found["load_us"], found["load_left_us"]) == (150, 2_350, 900)
 
 
 def test_time_is_counted_once_where_kernels_overlap() -> None:
