@@ -115,7 +115,7 @@ class ReuseModel:
         parent = tree.get(path[index - 1]) if node is None and index else ROOT
         visits = tree.visits[node] if node is not None else tree.visits_behind(ROOT if parent is None else parent)
         worth = self._worth[_CLASS_OF[min(int(visits), _MOST_VISITS)]][0]
-        return worth * self._newcomers_factor() + PRIORITY_STEP * priority
+        return min(worth * self._newcomers_factor(), PRIORITY_STEP / 2) + PRIORITY_STEP * priority
 
     def distances(self, nodes: Sequence[int]) -> list[int]:
         """How many blocks were asked for since these nodes of a path were, once for each part of the path that was

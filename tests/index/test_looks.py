@@ -102,15 +102,16 @@ def test_a_priority_adds_what_it_does_however_little_comes_back() -> None:
 
 
 NEW = [BlockHash(b"new".rjust(32))]
+WORTH = 0.1
 
 
 class Shift:
-    """A new block's class is worth 1.0; so much should come back at each look, of blocks of both times."""
+    """A new block's class is worth so much, and a part of blocks should come back at each look, of both times."""
 
     def __init__(self) -> None:
         self.reuse = ReuseModel(PrefixTree())
         self.reuse.resized(CAPACITY)
-        self.reuse._worth[0][0] = 1.0
+        self.reuse._worth[0][0] = WORTH
 
     def worth(self, lately: float, before: float) -> float:
         """Of a new block, when these shares of it come back from now on."""
@@ -123,18 +124,27 @@ class Shift:
 def test_where_only_what_is_new_comes_back_more_of_it_is_let_in() -> None:
     """Chats have left and others have come: those that left are worth less than rates of a long time say."""
     shift = Shift()
-    assert shift.worth(lately=1.0, before=1.0) == pytest.approx(1.0)
-    assert shift.worth(lately=1.0, before=0.0) > 2.0
-    assert shift.worth(lately=1.0, before=1.0) == pytest.approx(1.0, abs=0.01), "they are back"
+    assert shift.worth(lately=1.0, before=1.0) == pytest.approx(WORTH)
+    assert shift.worth(lately=1.0, before=0.0) > 2 * WORTH
+    assert shift.worth(lately=1.0, before=1.0) == pytest.approx(WORTH, rel=0.01), "they are back"
 
 
 @pytest.mark.parametrize("lately", [0.0, 0.5, 0.9])
 def test_where_neither_comes_back_what_is_new_is_worth_no_more_for_that(lately: float) -> None:
     """At night the prompts of the day stay away, and will come back; what is asked for then will not."""
-    assert Shift().worth(lately, before=0.0) == pytest.approx(lately, abs=0.02)
+    assert Shift().worth(lately, before=0.0) == pytest.approx(lately * WORTH, abs=0.02 * WORTH)
 
 
 def test_few_prompts_that_stay_away_do_not_tell_that_all_have_left() -> None:
     shift = Shift()
     shift.reuse._before.add(0.0, PART / 50)
-    assert shift.reuse.worth_of(NEW, 0) == pytest.approx(1.0, abs=0.05)
+    assert shift.reuse.worth_of(NEW, 0) == pytest.approx(WORTH, rel=0.05)
+
+
+def test_however_many_stay_away_what_is_new_is_worth_less_than_a_higher_priority() -> None:
+    """The least that a block of that priority can be worth is one step of it."""
+    shift = Shift()
+    for _ in range(10 * LOOKS):
+        shift.reuse._before.add(0.0, 1000.0 * PART)
+    new, next_priority = (shift.reuse.worth_of(NEW, 0, priority) for priority in (0, 1))
+    assert 1.0 < new < PRIORITY_STEP < next_priority < 2 * PRIORITY_STEP

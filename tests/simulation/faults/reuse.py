@@ -31,7 +31,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "a-night-is-a-day",
         "what comes new is worth what its kind is, though nothing comes back of what came lately",
-        (Patch(_REUSE, "return worth * self._newcomers_factor() + PRIORITY", "return worth + PRIORITY"),),
+        (Patch(_REUSE, "worth * self._newcomers_factor(), PRIORITY", "worth, PRIORITY"),),
         tested(f"{_TESTS}::test_a_batch_at_night_drives_out_little_and_by_day_new_prompts_are_let_in_again"),
     ),
     Mutant(
@@ -76,7 +76,7 @@ REUSE: tuple[Mutant, ...] = (
         (
             Patch(
                 _REUSE,
-                "return worth * self._newcomers_factor() + PRIORITY_STEP * priority",
+                "return min(worth * self._newcomers_factor(), PRIORITY_STEP / 2) + PRIORITY_STEP * priority",
                 "return (worth + PRIORITY_STEP * priority) * self._newcomers_factor()",
             ),
         ),
@@ -87,6 +87,16 @@ REUSE: tuple[Mutant, ...] = (
         "what is new is let in as if those who have left were still to come back, though only the new ones do",
         (Patch(_REUSE, "return lately / self._before.factor(_BEFORE_PRIOR * self._part_length)", "return lately"),),
         tested(f"{_LOOKS}::test_where_only_what_is_new_comes_back_more_of_it_is_let_in"),
+    ),
+    Mutant(
+        "new-before-priority",
+        "where older blocks stay away what is new drives out what has a higher priority",
+        (
+            Patch(
+                _REUSE, "min(worth * self._newcomers_factor(), PRIORITY_STEP / 2)", "worth * self._newcomers_factor()"
+            ),
+        ),
+        tested(f"{_LOOKS}::test_however_many_stay_away_what_is_new_is_worth_less_than_a_higher_priority"),
     ),
     Mutant(
         "the-day-has-left",
