@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from integration.models import tiny
-from integration.tests.vllm_engines import prompts, running, transfer_config
+from integration.tests.vllm_engines import prompts, running, transfer_config, vllm_version
 from kv_connector.engines.vllm import identity
 from kv_connector.engines.vllm.identity import Adapters, local_fingerprint, read_identity
 from kv_connector.errors import ConfigError
@@ -99,6 +99,8 @@ def test_another_attention_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     if not current_platform.is_cpu():
         pytest.skip("the class that is put in place is the CPU's")
+    if vllm_version().startswith("0.20"):
+        pytest.skip("its workers are processes of their own, in which the class stays")
     right, _ = start(tmp_path)
     other = type("OtherBackend", (cpu_attn.CPUAttentionBackend,), {})
     monkeypatch.setattr(cpu_attn, "CPUAttentionBackend", other)
