@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from integration.models import tiny
 from integration.tests.vllm_engines import prompts, running, transfer_config, vllm_version
 from kv_connector.engines.vllm import identity
-from kv_connector.engines.vllm.identity import Adapters, local_fingerprint, read_identity
+from kv_connector.engines.vllm.identity import Adapters, ReplacedAdapters, local_fingerprint, read_identity
 from kv_connector.errors import ConfigError
 from kv_connector.index import CacheIdentity
 
@@ -333,3 +333,33 @@ def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
     assert later(Asked(first)) == known, "what is gone is not read anew"
     lost = LoRARequest("b", 5, str(tmp_path / "nowhere"))
     assert adapters(Asked(lost)) not in ("", Adapters()(Asked(lost))), "no two processes agree on what has no name"
+
+
+def test_an_adapter_that_comes_back_after_its_first_request_is_a_replaced_one(tmp_path: Path) -> None:
+    """Its files were gone by then, or could not be looked at: vLLM had read them before."""
+    from vllm.lora.request import LoRARequest
+
+    path = tmp_path / "adapter"
+    asked, replaced = Asked(LoRARequest("a", 1, str(path))), ReplacedAdapters()
+    assert not replaced.has(Asked(None)) and not replaced.has(asked)
+    tiny.write_adapter(path, seed=1)
+    assert replaced.has(asked)
+    shutil.rmtree(path)
+    assert replaced.has(asked)
+    replaced.reset()
+    assert not replaced.has(asked)
+
+
+@pytest.mark.parametrize("has_path", [True, False])
+def test_an_adapter_of_the_same_name_at_another_path_is_a_replaced_one_where_hashes_have_names_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_path: bool
+) -> None:
+    from vllm.lora.request import LoRARequest
+
+    def hashed(request: Asked) -> list[str]:
+        return [request.lora_request.lora_name, *([request.lora_request.lora_path] if has_path else [])]
+
+    monkeypatch.setattr(identity, "_hashed", hashed)
+    first, second = (Asked(LoRARequest("a", i, str(tiny.write_adapter(tmp_path / f"a{i}", seed=i)))) for i in (1, 2))
+    replaced = ReplacedAdapters()
+    assert [replaced.has(asked) for asked in (first, second, first)] == [False, *[not has_path] * 2]

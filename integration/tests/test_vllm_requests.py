@@ -142,3 +142,38 @@ def test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights(
         engine.check_all_free()
     told = [message for message in caplog.messages if "have changed" in message]
     assert len(told) == 1 and str(path) in told[0]
+
+
+def test_an_adapter_stays_replaced_where_a_reset_leaves_vllms_own_cache(tmp_path: Path) -> None:
+    """A request runs, so vLLM keeps its blocks, those of the old weights among them: a hit there puts them on the host
+    again."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    config = transfer_config({"write_policy": "write_through"})
+    path, (asked, other) = tmp_path / "adapter", prompts(2, seed=25)
+    adapter = LoRARequest("a", 1, str(tiny.write_adapter(path, seed=1)))
+    with running(tmp_path, num_blocks=200, kv_transfer_config=config, enable_lora=True, max_lora_rank=8) as engine:
+        engine.alone([asked], adapter=adapter)
+        params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+        core = engine.llm.llm_engine
+        core.add_request("other", {"prompt_token_ids": other}, params)
+        core.step()
+        tiny.write_adapter(path, seed=2)
+        core.add_lora(LoRARequest("a", 1, str(path), load_inplace=True))
+        assert not engine.llm.reset_prefix_cache(reset_connector=True)
+        core.add_request("asked", {"prompt_token_ids": asked}, params, lora_request=adapter)
+        while core.has_unfinished_requests():
+            core.step()
+        engine.drain()
+        hits = engine.stats()["host_hit_tokens"]
+        for reset_connector in (False, True):
+            assert engine.llm.reset_prefix_cache(reset_connector=reset_connector)
+            new = engine.alone([asked], adapter=adapter)
+            assert new == engine.alone([asked], adapter=adapter, cache_salt="nothing is cached under it")
+            assert engine.stats()["host_hit_tokens"] == hits
+            engine.drain()
+        assert engine.llm.reset_prefix_cache()
+        assert engine.alone([asked], adapter=adapter) == new
+        assert engine.stats()["host_hit_tokens"] == hits + 13 * BLOCK_SIZE
+        engine.check_all_free()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import vllm
 from vllm.distributed.utils import get_pp_indices
+from vllm.v1.core import kv_cache_utils
 
 from ...errors import ConfigError
 from ...index import CacheIdentity
@@ -45,6 +46,8 @@ _MULTIMODAL = (
 )
 """Fields of `MultiModalConfig`, where a version has them, that decide what the model makes of an image: vLLM's hash of
 an image is of the image as it was sent, and `ModelConfig.compute_hash` leaves them out."""
+_hashed = getattr(kv_cache_utils, "_gen_lora_extra_hash_keys", lambda request: [request.lora_request.lora_name])
+"""What vLLM hashes of a request's adapter: its name, and in newer versions its path."""
 _MAMBA = (
     *("backend", "ssu_algorithm"),
     *("enable_stochastic_rounding", "stochastic_rounding_philox_rounds"),
@@ -141,27 +144,30 @@ class Adapters:
 
 
 class ReplacedAdapters:
-    """LoRA adapters whose files have changed since their first request came, until a reset: of the blocks that this
-    engine keeps under vLLM's hashes of them, which have an adapter's name (and path, in newer versions), nobody knows
-    which weights they are of. Called from the scheduler's thread."""
+    """LoRA adapters whose files have changed since their first request came, or have another path, until a reset: of
+    the blocks that this engine keeps under vLLM's hashes of them, nobody knows which weights they are of. Called from
+    the scheduler's thread."""
 
     def __init__(self) -> None:
-        self._first: dict[tuple[str, str], object] = {}  # changes of their files, by name and path
-        self._replaced: set[tuple[str, str]] = set()
+        self._first: dict[tuple[object, ...], tuple[str, object]] = {}  # path and changes of files, by what is hashed
+        self._replaced: set[tuple[object, ...]] = set()
 
     def has(self, request: Request) -> bool:
         """Whether the request's adapter is one of them."""
         lora = request.lora_request
         if lora is None:
             return False
-        key = (lora.lora_name, lora.lora_path)
+        key = tuple(_hashed(request))
         changes = local_changes(lora.lora_path)  # of none that are gone, or elsewhere
-        if changes and self._first.setdefault(key, changes) != changes and key not in self._replaced:
+        path, first = self._first.setdefault(key, (lora.lora_path, changes))
+        if (path != lora.lora_path or (changes and changes != first)) and key not in self._replaced:
             self._replaced.add(key)
             logger.warning(
-                "the files of adapter %s at %s have changed: its requests hit nothing but in vLLM's own cache until "
-                "both are reset (POST /reset_prefix_cache?reset_external=true)",
-                *key,
+                "the files of adapter %s at %s have changed, or it had another path: its requests hit nothing but in "
+                "vLLM's own cache until both are reset (POST /reset_prefix_cache?reset_external=true) after vLLM has "
+                "read the files, and while no request runs",
+                lora.lora_name,
+                lora.lora_path,
             )
         return key in self._replaced
 

@@ -93,7 +93,7 @@ class SchedulerRole:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         groups = {v: ours for ours, v in enumerate(self.shape.group_ids)}
-        self._blocks = PoolBlocks(pool, groups, lambda: any(map(_may_hold_blocks, self._live.values())))
+        self._blocks = PoolBlocks(pool, groups, self._may_hold_blocks)
         self.half.bind_block_pool(self._blocks)
 
     def set_xfer_handshake_metadata(self, metadata: Iterable[object]) -> None:
@@ -257,6 +257,10 @@ class SchedulerRole:
     def has_pending_push_work(self) -> bool:
         return self.half.has_pending_push_work()
 
+    def _may_hold_blocks(self) -> bool:
+        """Whether vLLM may have blocks for a request, and refuses to reset its cache."""
+        return any(map(_may_hold_blocks, self._live.values()))
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self.half.take_events()
         return self._events.to_vllm(events) if self._events is not None else ()
@@ -268,7 +272,8 @@ class SchedulerRole:
 
     def reset_cache(self) -> bool:
         done = self.half.reset_cache()
-        self._replaced.reset()
+        if not self._may_hold_blocks():  # or vLLM has kept its own cache, with blocks of old weights
+            self._replaced.reset()
         logger.info("kv_connector: the host cache was reset")
         return done
 
