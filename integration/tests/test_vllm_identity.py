@@ -335,8 +335,8 @@ def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
     assert adapters(Asked(lost)) not in ("", Adapters()(Asked(lost))), "no two processes agree on what has no name"
 
 
-def test_an_adapter_that_comes_back_after_its_first_request_is_a_replaced_one(tmp_path: Path) -> None:
-    """Its files were gone by then, or could not be looked at: vLLM had read them before."""
+def test_an_adapter_whose_files_come_or_go_after_its_first_request_is_a_replaced_one(tmp_path: Path) -> None:
+    """vLLM had read them before they were gone, or others in between."""
     from vllm.lora.request import LoRARequest
 
     path = tmp_path / "adapter"
@@ -347,7 +347,10 @@ def test_an_adapter_that_comes_back_after_its_first_request_is_a_replaced_one(tm
     shutil.rmtree(path)
     assert replaced.has(asked)
     replaced.reset()
+    tiny.write_adapter(path, seed=1)
     assert not replaced.has(asked)
+    shutil.rmtree(path)
+    assert replaced.has(asked)
 
 
 @pytest.mark.parametrize("has_path", [True, False])

@@ -144,9 +144,9 @@ class Adapters:
 
 
 class ReplacedAdapters:
-    """LoRA adapters whose files have changed since their first request came, or have another path, until a reset: of
-    the blocks that this engine keeps under vLLM's hashes of them, nobody knows which weights they are of. Called from
-    the scheduler's thread."""
+    """LoRA adapters whose files have changed or gone since their first request came, or have another path, until a
+    reset: of the blocks that this engine keeps under vLLM's hashes of them, nobody knows which weights they are of.
+    Called from the scheduler's thread."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[object, ...], tuple[str, object]] = {}  # path and changes of files, by what is hashed
@@ -158,14 +158,13 @@ class ReplacedAdapters:
         if lora is None:
             return False
         key = tuple(_hashed(request))
-        changes = local_changes(lora.lora_path)  # of none that are gone, or elsewhere
-        path, first = self._first.setdefault(key, (lora.lora_path, changes))
-        if (path != lora.lora_path or (changes and changes != first)) and key not in self._replaced:
+        found = lora.lora_path, local_changes(lora.lora_path)  # of files that are gone vLLM may have read others before
+        if self._first.setdefault(key, found) != found and key not in self._replaced:
             self._replaced.add(key)
             logger.warning(
-                "the files of adapter %s at %s have changed, or it had another path: its requests hit nothing but in "
-                "vLLM's own cache until both are reset (POST /reset_prefix_cache?reset_external=true) after vLLM has "
-                "read the files, and while no request runs",
+                "the files of adapter %s at %s have changed or are gone, or it had another path: its requests hit "
+                "nothing but in vLLM's own cache until both are reset (POST /reset_prefix_cache?reset_external=true) "
+                "after vLLM has read the files, and while no request runs",
                 lora.lora_name,
                 lora.lora_path,
             )
