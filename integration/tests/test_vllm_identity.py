@@ -366,3 +366,5 @@ def test_an_adapter_of_the_same_name_at_another_path_is_a_replaced_one_where_has
     first, second = (Asked(LoRARequest("a", i, str(tiny.write_adapter(tmp_path / f"a{i}", seed=i)))) for i in (1, 2))
     replaced = ReplacedAdapters()
     assert [replaced.has(asked) for asked in (first, second, first)] == [False, *[not has_path] * 2]
+    one, two = (Asked(LoRARequest("b", i, f"of-a-hub/{i}")) for i in (3, 4))
+    assert [replaced.has(asked) for asked in (one, two)] == [False, not has_path]

@@ -132,7 +132,8 @@ class Crowded:
             self.engine.stats,
             ANSWER_SECONDS,
         )
-        assert not self.engine.scheduler.connector._scheduler._begun_anew, "those that ended are forgotten"
+        role = self.engine.scheduler.connector._scheduler
+        assert not role._begun_anew and not role._to_compute, "those that ended are forgotten"
         return self.answers
 
     def check_what_is_cached(self, computed: dict[str, list[int]]) -> None:
@@ -289,6 +290,43 @@ def test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks
         crowded.forget_device()
         assert answers == {name: answer(name) for name in asked}
         assert answers == {name: answer(name, cache_salt="nothing is cached under it") for name in asked}
+        engine.check_all_free()
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_waits_behind_one_that_begins_anew_wants_its_prompt_computed_all_the_same(
+    models: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead: bool, given_up: bool
+) -> None:
+    """Also where the client of the one in front goes away."""
+    from vllm.lora.request import LoRARequest
+
+    adapters = [LoRARequest(f"a{i}", i, str(tiny.write_adapter(tmp_path / f"a{i}", seed=i))) for i in (1, 2)]
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1, "max_cpu_loras": 2}
+    (late,) = prompts(1, 200, seed=7)
+    with crowding(models, monkeypatch, ahead, **options) as crowded:
+        engine = crowded.engine
+        crowded.adapters = {"waiting": adapters[0], "other": adapters[1], "late": adapters[1]}
+        crowded.reading_nothing.add("late")
+        engine.generate([WAITING], adapter=adapters[0])
+        crowded.forget_device()
+        expected = engine.generate([late], adapter=adapters[1])
+        engine.drain()
+        engine.hold_loads(True)
+        crowded.ask("waiting", WAITING)
+        crowded.ask("other", OTHER)
+        crowded.go_on("other")
+        crowded.fail()
+        assert crowded.begun_anew == [0]
+        crowded.ask("late", late, 8)
+        crowded.step()
+        request = crowded.request("late")
+        assert request.status.name == "WAITING" and not request.skip_reading_prefix_cache
+        if given_up:
+            engine.abort([crowded.request("waiting").request_id])
+        until(lambda: request.status.name == "RUNNING", crowded.step, engine.stats)
+        assert request.skip_reading_prefix_cache
+        assert crowded.end()["late"] == expected[0]
         engine.check_all_free()
 
 
