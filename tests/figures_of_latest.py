@@ -95,10 +95,7 @@ def by_regime_later() -> Iterator[str]:
     yield f"against {ours['turns_per_second']:.2f}, `write_through` {100 * eager['cached_share']:.1f} %"
     yield f"% and {eager['turns_per_second']:.2f}. So"
     short, longer = ours["phases"], at_1x(LATER, "ours")[32]["phases"]
-    computing = [
-        (of["steps"] * of["step_ms"] - decoding_ms(of)) / (of["steps"] - of["decode_steps"]) for of in (short, longer)
-    ]
-    yield "took {:.0f} ms there and {:.0f} with answers of 32 tokens".format(*computing)
+    yield f"took {computing_step_ms(short):.0f} ms there and {computing_step_ms(longer):.0f} with answers of 32 tokens"
     yield f"decoding steps {short['decode_step_ms']:.2f} ms and {longer['decode_step_ms']:.2f}"
 
 
@@ -107,8 +104,11 @@ def at_1x(name: str, connector: str) -> dict[int, Row]:
     return {row["answer"]: row for row in windows(name, connector) if round(row["host_share"], 2) == 1}
 
 
-def decoding_ms(phases: Row) -> float:
-    return float(phases["decode_steps"] * phases["decode_step_ms"])
+def computing_step_ms(phases: Row) -> float:
+    """Of a step that does more than decode."""
+    decoding = phases["decode_steps"] * phases["decode_step_ms"]
+    ms: float = (phases["steps"] * phases["step_ms"] - decoding) / (phases["steps"] - phases["decode_steps"])
+    return ms
 
 
 def decoding_steps() -> Iterator[str]:

@@ -93,7 +93,7 @@ class SchedulerRole:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         groups = {v: ours for ours, v in enumerate(self.shape.group_ids)}
-        self._blocks = PoolBlocks(pool, groups, self._may_hold_blocks)
+        self._blocks = PoolBlocks(pool, groups, self._is_held)
         self.half.bind_block_pool(self._blocks)
 
     def set_xfer_handshake_metadata(self, metadata: Iterable[object]) -> None:
@@ -228,6 +228,10 @@ class SchedulerRole:
             request.skip_reading_prefix_cache = True
             self._begun_anew.add(request.request_id)
 
+    def _is_held(self) -> bool:
+        """Whether vLLM may have blocks for a request, and refuses to reset its cache."""
+        return any(map(_may_hold_blocks, self._live.values()))
+
     def _put_off(self, request: Request) -> None:
         """Not to be admitted before those that begin anew: vLLM drops the answer that says so where a request wants its
         prompt computed, so that waits as well."""
@@ -257,10 +261,6 @@ class SchedulerRole:
     def has_pending_push_work(self) -> bool:
         return self.half.has_pending_push_work()
 
-    def _may_hold_blocks(self) -> bool:
-        """Whether vLLM may have blocks for a request, and refuses to reset its cache."""
-        return any(map(_may_hold_blocks, self._live.values()))
-
     def take_events(self) -> Iterable[KVCacheEvent]:
         events = self.half.take_events()
         return self._events.to_vllm(events) if self._events is not None else ()
@@ -272,7 +272,7 @@ class SchedulerRole:
 
     def reset_cache(self) -> bool:
         done = self.half.reset_cache()
-        if not self._may_hold_blocks():  # or vLLM has kept its own cache, with blocks of old weights
+        if not self._is_held():  # or vLLM has kept its own cache, with blocks of old weights
             self._replaced.reset()
         logger.info("kv_connector: the host cache was reset")
         return done
