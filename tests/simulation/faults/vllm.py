@@ -14,6 +14,8 @@ _WITHIN_DRAFTS = "test_a_turn_that_ends_within_accepted_drafts_spoils_nothing"
 _SHARED = "test_who_shares_what_was_not_loaded_does_not_count_on_another_to_compute_it"
 _NO_ROOM = f"{_TESTS}/test_vllm_no_room.py"
 _WAITS_FOR_ADAPTER = "test_who_waits_for_its_adapter_behind_a_load_that_fails_does_not_keep_blocks_from_those_in_front"
+_WANTS_ITS_PROMPT_COMPUTED = "test_who_waits_behind_one_that_begins_anew_wants_its_prompt_computed_all_the_same"
+_IDENTITY = f"{_TESTS}/test_vllm_identity.py"
 _ONE_IS_ENOUGH = f"{_TESTS}/test_vllm_failed_loads.py::test_one_request_whose_step_is_planned_on_is_enough"
 _ALONE = "test_with_windows_alone_a_load_that_fails_gives_no_wrong_token"
 
@@ -58,6 +60,46 @@ VLLM: tuple[Mutant, ...] = (
         "an adapter that was replaced under its name and path hits what its old weights have computed",
         Patch(f"{_FOLDER}/scheduler.py", "if self._replaced.has(request):", "if False:"),
         f"{_TESTS}/test_vllm_requests.py::test_an_adapter_that_was_replaced_hits_nothing_of_its_old_weights",
+    ),
+    _mutant(
+        "put-off-for-good",
+        "who was put off behind a request that begins anew waits on where that one's client goes away",
+        Patch(
+            f"{_FOLDER}/scheduler.py", "self._end_anew(request.request_id)\n        self._sessions", "self._sessions"
+        ),
+        f"{_NO_ROOM}::{_WANTS_ITS_PROMPT_COMPUTED}[False-True]",
+    ),
+    _mutant(
+        "adapters-till-any-reset",
+        "a reset that vLLM refuses for its own cache, which has blocks of old weights, makes an adapter a new one",
+        Patch(f"{_FOLDER}/scheduler.py", "        if not self._is_held():  # or vLLM", "        if True:  # or vLLM"),
+        f"{_TESTS}/test_vllm_requests.py::test_an_adapter_stays_replaced_where_a_reset_leaves_vllms_own_cache",
+    ),
+    _mutant(
+        "adapters-gone-are-known",
+        "an adapter whose files are gone is the one that it was, whatever vLLM has read in between",
+        Patch(
+            f"{_FOLDER}/identity.py",
+            "if self._first.setdefault(key, found) != found",
+            "if found[1] and self._first.setdefault(key, found) != found",
+        ),
+        f"{_IDENTITY}::test_an_adapter_whose_files_come_or_go_after_its_first_request_is_a_replaced_one",
+    ),
+    _mutant(
+        "adapters-anywhere",
+        "an adapter of a hub that has another path is the one that it was, where vLLM's hashes have its name alone",
+        Patch(f"{_FOLDER}/identity.py", "found = lora.lora_path, local", "found = lora.lora_name, local"),
+        f"{_IDENTITY}::test_an_adapter_of_the_same_name_at_another_path_is_a_replaced_one_where_hashes_have_names_alone",
+    ),
+    _mutant(
+        "adapters-gone-are-stored",
+        "what an adapter computes whose files are gone is stored as computed by those that were there",
+        Patch(
+            f"{_FOLDER}/identity.py",
+            "changes = local_changes(lora.lora_path)",
+            "changes = local_changes(lora.lora_path) or self._changes.get(key)",
+        ),
+        f"{_IDENTITY}::test_an_adapter_is_known_by_its_weights",
     ),
     _mutant(
         "drafts-behind-a-turn",
