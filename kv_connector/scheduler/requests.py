@@ -126,6 +126,11 @@ class RequestTable:
         self._admitted.append(state)
         return state
 
+    @property
+    def num_beginning(self) -> int:
+        """Those admitted since the last step was planned that still have their blocks."""
+        return sum(state.is_newly_admitted for state in self._admitted)
+
     def take_admitted(self) -> list[RequestState]:
         """Those admitted since the last call that still have their blocks."""
         admitted, self._admitted = self._admitted, []

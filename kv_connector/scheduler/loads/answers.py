@@ -62,7 +62,10 @@ class Answers:
         num_new = request.num_tokens - num_computed_tokens - num_hit
         others = len(self._requests) - (request.request_id in self._requests)
         may_wait = not self._shared.ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
-        return self._loads.choose(request.request_id, num_copies, num_hit, num_new, others, first_blocks, may_wait)
+        beginning = self._requests.num_beginning
+        return self._loads.choose(
+            request.request_id, num_copies, num_hit, num_new, others, first_blocks, may_wait, beginning
+        )
 
     def _has_room_to_wait(self, request: Request) -> bool:
         """Whether all that wait for loads, and this one, could begin anew at once.

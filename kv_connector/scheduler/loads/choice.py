@@ -91,17 +91,20 @@ class LoadPlanner:
         num_others: int,
         first_blocks: Sequence[int],
         may_wait: bool = True,
+        num_beginning: int = 0,
     ) -> LoadMode:
-        """How this hit comes to the device. `num_others`: requests that have blocks there. `first_blocks`: host blocks
-        of the first group where the hit begins. A request that asks again has found no room on the device. One that may
-        not wait, since it has waited in vain, is loaded in the step or computed: an engine may refuse blocks to a
-        request that waits for as long as others behind it hold theirs, and those may have waited in vain, too."""
+        """How this hit comes to the device. `num_others`: requests that have blocks there, of which `num_beginning`
+        were admitted to the step that is being planned. `first_blocks`: host blocks of the first group where the hit
+        begins. A request that asks again has found no room on the device. One that may not wait, since it has waited in
+        vain, is loaded in the step or computed: an engine may refuse blocks to a request that waits for as long as
+        others behind it hold theirs, and those may have waited in vain, too."""
         load = self._reading.get(first_blocks[0]) if first_blocks else None
         if load is not None and self._is_overdue(load):
             load = None
         before = self._asked.get(request_id)
         found_no_room = before not in (None, LoadMode.COALESCED)
-        mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, num_others, load, found_no_room)
+        counts_blocks = found_no_room or num_beginning >= num_others
+        mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, num_others, load, counts_blocks)
         if mode is LoadMode.ASYNC and not may_wait:
             mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
         self._asked[request_id] = mode
@@ -250,7 +253,13 @@ class LoadPlanner:
         return self._clock() - load.reserved_at > OVERDUE_SECONDS
 
     def _choose(
-        self, num_blocks: int, num_hit: int, num_new: int, num_others: int, load: BackgroundLoad | None, is_short: bool
+        self,
+        num_blocks: int,
+        num_hit: int,
+        num_new: int,
+        num_others: int,
+        load: BackgroundLoad | None,
+        counts_blocks: bool,
     ) -> LoadMode:
         if self._choice is LoadChoice.SYNC and self._fails_by_block:
             mode = LoadMode.SYNC
@@ -260,5 +269,5 @@ class LoadPlanner:
             coalesced_seconds = None if load is None else 0.0
             if load is not None and load.expected_end is not None:
                 coalesced_seconds = max(0.0, load.expected_end - self._clock())
-            mode = self.estimate.choose(num_blocks, num_hit, num_new, num_others, coalesced_seconds, is_short)
+            mode = self.estimate.choose(num_blocks, num_hit, num_new, num_others, coalesced_seconds, counts_blocks)
         return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode

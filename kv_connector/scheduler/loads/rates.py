@@ -2,7 +2,8 @@
 
     sync        the step waits for it layer by layer; for hits that hide behind what the step computes
     async       the request waits for it while others run; for hits that would hold the others up, unless blocks are
-                scarce and those of the request would lie idle for longer than everybody's in the step
+                scarce, or nobody decodes, and those of the request would lie idle for longer than everybody's in the
+                step
     coalesced   another request's load of the same prefix is under way: ask again, it will be a device hit
     recompute   its tokens are computed, as that is expected to be faster
 
@@ -131,13 +132,15 @@ class LoadEstimate:
         num_new_tokens: int,
         num_others: int,
         coalesced_seconds: float | None,
-        is_short_of_blocks: bool = False,
+        counts_blocks: bool = False,
     ) -> LoadMode:
         """How `num_blocks` blocks come to the device, which save computing `num_hit_tokens`.
 
         `num_others`: requests that have blocks on the device. `coalesced_seconds`: until another's load of the same
-        prefix ends; None where there is none. `is_short_of_blocks`: requests wait for blocks of the device, so that for
-        how long each has its own is what counts.
+        prefix ends; None where there is none. `counts_blocks`: for how long each has its blocks is what counts, as
+        requests wait for some, or as all others begin in this step, too: nobody decodes, and what begins together is
+        launched once. To launch a step that computes prompts took 28 ms, and one that decodes 2 (vLLM 0.32, 8B model,
+        H200 with 16 cores, 2026-11-28).
         """
         load, recompute = self._loading.seconds(num_blocks), self.recompute_seconds(num_hit_tokens)
         if coalesced_seconds is not None:
@@ -149,5 +152,5 @@ class LoadEstimate:
         stall = load - (self._prefill.seconds(num_new_tokens) or 0.0)
         if not num_others or stall <= self._max_stall:
             return LoadMode.SYNC
-        holds_up_less = is_short_of_blocks and stall * (1 + num_others) <= _IDLE * load
+        holds_up_less = counts_blocks and stall * (1 + num_others) <= _IDLE * load
         return LoadMode.SYNC if holds_up_less else LoadMode.ASYNC

@@ -32,6 +32,14 @@ def choose(
     return estimate.choose(blocks, 16 * blocks, new, others, coalesced, is_short)
 
 
+def teach(planner: LoadPlanner) -> None:
+    """1,000 blocks a second are loaded, and 10,000 tokens computed."""
+    planner.estimate.observe_load(1000, 1.0)
+    for number in range(1, 8):
+        planner.estimate.step_planned(number, 1000, 0, now=10.0 + 0.1 * number)
+        planner.estimate.step_ended(number, now=10.1 + 0.1 * number)
+
+
 def test_as_long_as_a_rate_is_unknown_hits_are_loaded_at_once() -> None:
     estimate = LoadEstimate(max_stall_seconds=0.01)
     assert choose(estimate) is LoadMode.SYNC
@@ -60,12 +68,31 @@ def test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle(
     assert choose(estimate, others=num_others, new=new) is LoadMode.ASYNC, "there are more blocks"
 
 
+@pytest.mark.parametrize(
+    ("num_others", "num_beginning", "new", "mode"),
+    [
+        (0, 0, 1, "sync"),
+        (1, 1, 1, "sync"),
+        (1, 0, 1, "async"),
+        (2, 2, 1, "async"),
+        (2, 2, 400, "sync"),
+        (2, 1, 400, "async"),
+        (20, 20, 400, "async"),
+    ],
+)
+def test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes(
+    num_others: int, num_beginning: int, new: int, mode: str
+) -> None:
+    """Two that begin together are launched together; of more each would wait for longer than one by one, unless their
+    loads hide behind what they compute."""
+    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
+    teach(planner)
+    assert planner.choose("a", 100, 1600, new, num_others, (), num_beginning=num_beginning).value == mode
+
+
 def test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again() -> None:
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
-    planner.estimate.observe_load(1000, 1.0)
-    for number in range(1, 8):
-        planner.estimate.step_planned(number, 1000, 0, now=10.0 + 0.1 * number)
-        planner.estimate.step_ended(number, now=10.1 + 0.1 * number)
+    teach(planner)
     asked = [planner.choose("a", 100, 1600, 1, 1, ()) for _ in range(3)]
     assert asked == [LoadMode.ASYNC, LoadMode.SYNC, LoadMode.SYNC]
     assert planner.admit("a") is LoadMode.SYNC

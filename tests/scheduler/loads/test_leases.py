@@ -11,7 +11,7 @@ from kv_connector.config import Config
 from kv_connector.index import BlockGroup
 from kv_connector.scheduler import SchedulerHalf
 from kv_connector.types import NO_BLOCK, CopyJob, StepReport
-from tests.scheduler.test_half import Asked, ForeignBlocks, make_half, run, save
+from tests.scheduler.test_half import Asked, ForeignBlocks, admit, make_half, report, run, save
 
 PROMPT = list(range(9))
 OTHER = [5] * 9
@@ -316,3 +316,18 @@ def test_a_load_waits_only_where_all_that_wait_could_begin_anew(num_available: i
     run(half)
     blocks.num_available = num_available
     assert half.get_num_new_matched_tokens(Asked("second", list(range(100, 117))), 0) == (16, is_async)
+
+
+def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_those_that_decode() -> None:
+    half, _ = make_half()
+    prompts = [[number] * 9 for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        save(half, Asked(f"warm {number}", prompt), first_block=3 * number)
+    half._loads.estimate.observe_load(2, 1.0)  # blocks of a hit
+    half._loads.estimate._prefill.observe(8, 2.0)  # which computing takes longer for
+    requests = [Asked(f"{number}", prompt) for number, prompt in enumerate(prompts)]
+    assert [admit(half, request, 20 + 3 * n) for n, request in enumerate(requests[:2])] == [8, 8]
+    plan = run(half, *requests[:2], computed=8)
+    assert [len(jobs) for jobs in (plan.loads, plan.background_loads)] == [2, 0]
+    report(half, plan)
+    assert half.get_num_new_matched_tokens(requests[2], 0) == (8, True)

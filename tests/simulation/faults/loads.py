@@ -159,6 +159,24 @@ LOADS: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
     ),
     Mutant(
+        "begins-alone",
+        "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
+        (Patch(_CHOICE, "found_no_room or num_beginning >= num_others", "found_no_room"),),
+        tested(f"{_TESTS}::test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes"),
+    ),
+    Mutant(
+        "begin-unseen",
+        "nobody is told who else begins in the step that is being planned",
+        (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = 0"),),
+        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_those_that_decode"),
+    ),
+    Mutant(
+        "others-decode-and-wait",
+        "a load of a request that begins with others holds up those that decode",
+        (Patch(_CHOICE, "num_beginning >= num_others", "num_beginning > 0"),),
+        tested(f"{_TESTS}::test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes"),
+    ),
+    Mutant(
         "told-to-ask-again-for-no-room",
         "a request that was told to ask again counts as one that has found no room",
         (Patch(_CHOICE, "before not in (None, LoadMode.COALESCED)", "before is not None"),),
