@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import InvalidBlockError
+from .columns import column
 
 _FREE = -1
 
@@ -115,14 +116,12 @@ class BlockPool:
     def free_idle(self) -> None:
         """Give every idle id back, as fast as arrays are written. Ids from the first on behind which none is live are
         new again."""
-        counts = np.frombuffer(self.ref_counts, np.intc)
-        counts[counts == 0] = _FREE
-        live = np.flatnonzero(counts != _FREE)
+        column(self.ref_counts)[column(self.ref_counts) == 0] = _FREE
+        live = np.flatnonzero(column(self.ref_counts) != _FREE)
         self.num_live = len(live)
         self._fresh = int(live[-1]) + 1 if len(live) else 0
-        free = np.flatnonzero(counts[: min(self._fresh, self.capacity)] == _FREE)
+        free = np.flatnonzero(column(self.ref_counts)[: min(self._fresh, self.capacity)] == _FREE)
         self._free = array("i", free.astype(np.intc).tobytes())
-        del counts  # an array that is looked at keeps its size
         del self.ref_counts[self._fresh :]
 
     def resize(self, capacity: int) -> None:

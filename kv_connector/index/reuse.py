@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import BlockHash
+from .columns import column
 from .frailty import LOOKS, Frailty
 from .rates import Rates, Table
 from .terms import NUM_PRIORITIES, PRIORITY_STEP
@@ -128,22 +129,20 @@ class ReuseModel:
         (num_nodes,); `is_of_use` marks those that the device does not hold, so that the host could help. Updates the
         tree's `hits`, `visits`, `visited` and `asked`."""
         tree = self._tree
-        asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.float32)
-        visited = np.frombuffer(tree.visited, np.int64)
-        faded, since = visits[nodes], tree.num_visits - visited[nodes]
-        cells = _cells(faded, tree.time - asked[nodes])
+        faded, since = column(tree.visits)[nodes], tree.num_visits - column(tree.visited)[nodes]
+        cells = _cells(faded, tree.time - column(tree.asked)[nodes])
         self._events += _table(cells[is_of_use])
         self.used(nodes)
-        visits[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
-        visited[nodes] = tree.num_visits
+        column(tree.visits)[nodes] = faded * np.exp2(-since / (_HALF_LIFE * max(1, self._capacity))) + 1
+        column(tree.visited)[nodes] = tree.num_visits
         tree.num_visits += len(nodes)
 
     def used(self, nodes: NDArray[np.intc]) -> None:
         """These nodes, each once, are used on the device by an unknown request, which may use one several times. So
         their age restarts, and it counts as a hit, not as a visit."""
         tree = self._tree
-        np.frombuffer(tree.hits, np.uintc)[nodes] += 1
-        np.frombuffer(tree.asked, np.int64)[nodes] = tree.time
+        column(tree.hits)[nodes] += 1
+        column(tree.asked)[nodes] = tree.time
 
     def asked(self, num_blocks: int) -> None:
         """A request asks for this many blocks, known or not: advances the time. Called after `visited`."""
@@ -188,11 +187,11 @@ class ReuseModel:
     def _open(self) -> Table:
         """How many known blocks are of each class and age now."""
         tree = self._tree
-        asked, visits = np.frombuffer(tree.asked, np.int64), np.frombuffer(tree.visits, np.float32)
-        stride = -(-len(asked) // _SAMPLE)
+        stride = -(-len(tree.asked) // _SAMPLE)
         sampled = slice(tree.time % stride, None, stride)  # every so many: a prefix lies in neighbouring rows
-        is_known = asked[sampled] >= 0
-        cells = _cells(visits[sampled][is_known], tree.time - asked[sampled][is_known])
+        asked, visits = column(tree.asked)[sampled].copy(), column(tree.visits)[sampled].copy()
+        is_known = asked >= 0
+        cells = _cells(visits[is_known], tree.time - asked[is_known])
         return stride * _table(cells)
 
 

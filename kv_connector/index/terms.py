@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .columns import column
+
 LEAST_PRIORITY, MOST_PRIORITY = -2, 2
 NUM_PRIORITIES = MOST_PRIORITY - LEAST_PRIORITY + 1
 PRIORITY_STEP = 4.0
@@ -82,14 +84,12 @@ class NodeTerms:
             return []
         self.were_given = True
         rows = np.fromiter(nodes, np.intp)
-        np.frombuffer(self.barred, np.uint8)[rows] = 0
-        priority = np.frombuffer(self.priority, np.int8)
-        priority[rows] = np.maximum(priority[rows], terms.priority)
+        column(self.barred)[rows] = 0
+        column(self.priority)[rows] = np.maximum(column(self.priority)[rows], terms.priority)
         if terms.is_transient:
             return []
-        transient = np.frombuffer(self.transient, np.uint8)
-        kept: list[int] = rows[transient[rows] > 0].tolist()
-        transient[rows] = 0
+        kept: list[int] = rows[column(self.transient)[rows] > 0].tolist()
+        column(self.transient)[rows] = 0
         return kept
 
     def bar(self, nodes: Iterable[int]) -> None:
@@ -101,4 +101,4 @@ class NodeTerms:
     def bar_tenant(self, tenant: int) -> None:
         """As `bar`, of all that are the tenant's; as fast as arrays are written."""
         self.were_given = True
-        np.frombuffer(self.barred, np.uint8)[np.frombuffer(self.tenant, np.uint8) == tenant] = 1
+        column(self.barred)[column(self.tenant) == tenant] = 1

@@ -17,6 +17,7 @@ import numpy as np
 
 from ..errors import InvalidBlockError
 from ..types import BlockHash, Tier
+from .columns import column
 from .eviction import NEVER, EvictionOrder, EvictionQueue, Recency
 from .pool import BlockPool
 from .states import BlockState, Event, advance
@@ -288,17 +289,17 @@ class CacheTier:
         `removed`, which collects every hash.
         """
         num_rows = min(len(self._state), len(self._refs))  # blocks behind them have not been used since a reset
-        states = np.frombuffer(self._state, np.uint8)[:num_rows]
+        states = column(self._state)[:num_rows].copy()
         is_copy = (states != BlockState.ABSENT) & (states != _DELETING)
-        is_used = np.frombuffer(self._refs, np.intc)[:num_rows] > 0
+        is_used = column(self._refs)[:num_rows] > 0
         if self._log_removed:
-            resident = np.frombuffer(self._node, np.intc)[:num_rows][states == _RESIDENT]
+            resident = column(self._node)[:num_rows][states == _RESIDENT]
             self.removed.extend(self.tree.hashes_in(resident))
         idle = advance(self.tier, _RESIDENT, Event.EVICT)
         for state in np.flatnonzero(np.bincount(states[is_copy & is_used])).tolist():
             assert advance(self.tier, state, Event.DELETE) == _DELETING, "a copy in use is deleted and nothing else"
-        states[is_copy & ~is_used] = idle
-        states[is_copy & is_used] = _DELETING
+        column(self._state)[:num_rows][is_copy & ~is_used] = idle
+        column(self._state)[:num_rows][is_copy & is_used] = _DELETING
         self.tree.remove_all_copies(self.tier)
         self.pool.free_idle()
         self._queue.all_freed(self.pool)

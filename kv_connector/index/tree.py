@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import BlockHash, Tier
+from .columns import column
 from .terms import PLAIN, NodeTerms, Terms
 
 ROOT = 0
@@ -234,14 +235,13 @@ class PrefixTree:
 
     def remove_all_copies(self, tier: Tier) -> None:
         """Forget every copy on `tier`, as fast as arrays are written. Only tiers call this."""
-        blocks, keeps = np.frombuffer(self.block[tier], np.intc), np.frombuffer(self._keeps, np.uintc)
-        held = blocks != NONE
-        keeps[held] -= _COPY
-        blocks[held] = NONE
-        np.frombuffer(self.kids[tier], np.intc)[:] = 0
-        self._num_remembered += int(np.count_nonzero(held & (keeps < _COPY)))
-        leave = held & (keeps == 0)
-        keeps[leave] = _LEAVING
+        held = column(self.block[tier]) != NONE
+        column(self._keeps)[held] -= _COPY
+        column(self.block[tier])[held] = NONE
+        column(self.kids[tier])[:] = 0
+        self._num_remembered += int(np.count_nonzero(held & (column(self._keeps) < _COPY)))
+        leave = held & (column(self._keeps) == 0)
+        column(self._keeps)[leave] = _LEAVING
         self._leaving.extend(np.flatnonzero(leave).tolist())
 
     def pin(self, nodes: Iterable[int]) -> None:

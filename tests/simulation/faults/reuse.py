@@ -20,6 +20,18 @@ _DECLINED = "tests/scheduler/saves/test_declined.py"
 
 REUSE: tuple[Mutant, ...] = (
     Mutant(
+        "looked-at-for-longer",
+        "a column of the index is kept for longer than it is looked at, and cannot grow while that lasts",
+        (
+            Patch(
+                _REUSE,
+                "        tree = self._tree\n        faded, since = column(tree.visits)[nodes],",
+                "        tree, visits = self._tree, column(self._tree.visits)\n        faded, since = visits[nodes],",
+            ),
+        ),
+        tested("tests/index/test_columns.py"),
+    ),
+    Mutant(
         "everything-is-saved",
         "what is worth less than all that is there takes its place",
         (
