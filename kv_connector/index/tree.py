@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from ..types import BlockHash, Tier
 from .columns import column
+from .recent import RecentPaths
 from .terms import PLAIN, NodeTerms, Terms
 
 ROOT = 0
@@ -79,6 +80,9 @@ class PrefixTree:
         self.block = [array("i", [NONE]) for _ in Tier]
         self.kids = [array("i", [0]) for _ in Tier]
         self._hash: list[BlockHash | None] = [None]
+        self._added = array("q", [0])  # by node: in which addition of nodes it came
+        self._num_additions = 0
+        self._recent = RecentPaths(self._hash, self._added)
         self._keeps = array("I", [1])  # the root stays for ever
         self._index: dict[BlockHash, int] = {}
         self._free: list[int] = []
@@ -114,12 +118,18 @@ class PrefixTree:
         A prefix that was inserted at once lies in neighbouring rows, so the next rows are tried before the dictionary,
         many by one comparison: a hash is looked at in no time of Python's, and a large tree's cache misses are saved.
         """
-        get, known, nodes = self._index.get, self._hash, []
-        node = get(hashes[0]) if hashes else None
+        node = self._index.get(hashes[0]) if hashes else None
         if node is None:
             return []
-        nodes.append(node)
-        for start in range(1, len(hashes), _STRETCH):
+        nodes = self._extended(self._recent.shared(hashes) or [node], hashes)
+        if self.depth[nodes[-1]] - self.depth[node] == len(nodes) - 1:  # they follow one another
+            self._recent.remember(hashes, nodes, self._num_additions)
+        return nodes[:]
+
+    def _extended(self, nodes: list[int], hashes: Sequence[BlockHash]) -> list[int]:
+        """The same list, with what is known behind its nodes, which are the first of `hashes`, at least one."""
+        get, known, node = self._index.get, self._hash, nodes[-1]
+        for start in range(len(nodes), len(hashes), _STRETCH):
             stretch = list(hashes[start : start + _STRETCH])
             if known[node + 1 : node + 1 + len(stretch)] == stretch:
                 nodes.extend(range(node + 1, node + 1 + len(stretch)))
@@ -334,9 +344,10 @@ class PrefixTree:
     ) -> list[int]:
         """Nodes of blocks that are not known and follow one another, the first of them `parent`, or all of them that
         where they are no path."""
-        index, known, keeps = self._index, self._hash, self._keeps
+        index, known, keeps, added = self._index, self._hash, self._keeps, self._added
         parents, depths, used, hits, asked = self.parent, self.depth, self.used, self.hits, self.asked
         inside = self.inside
+        self._num_additions = number = self._num_additions + 1
         if len(self._free) < len(hashes):
             self._grow(len(hashes))
         split = len(self._free) - len(hashes)
@@ -351,6 +362,7 @@ class PrefixTree:
         for node, block_hash in zip(nodes, hashes, strict=True):
             depths[node] = depth
             parents[node] = parent
+            added[node] = number
             used[node] = now
             hits[node] = 0
             inside[node] = 0
@@ -379,7 +391,8 @@ class PrefixTree:
             ids.extend(none)
         for floats in (self.used, self.visits):
             floats.frombytes(zeros * floats.itemsize)
-        self.visited.frombytes(zeros * self.visited.itemsize)
+        for counts in (self.visited, self._added):
+            counts.frombytes(zeros * counts.itemsize)
         self.asked.extend(array("q", [NONE]) * num_rows)
         for counts in (self.hits, self.pins, self._keeps, *self.kids):
             counts.frombytes(zeros * counts.itemsize)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -44,7 +44,8 @@ class LoadLeases:
         self._planner = planner
         self._job_of: dict[str, int] = {}  # load in the background, by the request that waits for it
         self._open: dict[int, frozenset[int]] = {}  # device blocks of loads that have not ended
-        self._num_filling: Counter[int] = Counter()  # how many of those fill a device block
+        self._filling: set[int] = set()  # all of these
+        self._are_shared = False  # some are of two loads: blocks may be used again before a load into them has ended
         # What requests have lost of those, and behind them: the last load by then, whose blocks, and which.
         self._dropped: deque[tuple[int, str, Tables]] = deque()
         self._num_loaded = 0  # blocks, in the report that is being taken in
@@ -107,12 +108,13 @@ class LoadLeases:
             self._job_of[request_id] = job.job_id
         self._shared.ledger.open(job, self, (request_id,))
         self._open[job.job_id] = filled = frozenset(lease.device_ids)
-        self._num_filling.update(filled)
+        self._are_shared |= not self._filling.isdisjoint(filled)
+        self._filling |= filled
         return job
 
     def dropped(self, request_id: str, tables: Tables) -> None:
         """A request has lost these blocks, by group; some may be those of a load that fails yet, or lie behind them."""
-        if self._open and any(not self._num_filling.keys().isdisjoint(ids) for ids in tables):
+        if any(not self._filling.isdisjoint(ids) for ids in tables):
             self._dropped.append((next(reversed(self._open)), request_id, tables))
 
     def dropped_since(self, block_ids: Collection[int]) -> list[tuple[str, Tables]]:
@@ -140,10 +142,12 @@ class LoadLeases:
         """Every rank has reported the load."""
         job, metrics = ended.job, self._shared.metrics
         assert isinstance(job, CopyJob)
-        for device_id in self._open.pop(job.job_id):
-            self._num_filling[device_id] -= 1
-            if not self._num_filling[device_id]:
-                self._num_filling.pop(device_id)  # `del` of a counter is a function in Python
+        filled = self._open.pop(job.job_id)
+        if self._are_shared:
+            self._filling = set().union(*self._open.values())
+            self._are_shared = len(self._filling) < sum(map(len, self._open.values()))
+        else:
+            self._filling -= filled
         oldest = next(iter(self._open), job.job_id + 1)
         while self._dropped and self._dropped[0][0] < oldest:
             self._dropped.popleft()

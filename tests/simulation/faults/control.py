@@ -342,7 +342,7 @@ CONTROL: tuple[Mutant, ...] = (
     Mutant(
         "barred-for-ever",
         "what was cleared is not saved before reuse either when a request has asked for it again",
-        (Patch(_TERMS, "        np.frombuffer(self.barred, np.uint8)[rows] = 0\n", ""),),
+        (Patch(_TERMS, "        column(self.barred)[rows] = 0\n", ""),),
         tested(f"{_SHARES}::test_what_a_cleared_tenant_has_on_the_device_is_not_saved_before_reuse"),
     ),
     Mutant(

@@ -159,6 +159,24 @@ LOADS: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
     ),
     Mutant(
+        "filled-by-one-alone",
+        "where two loads fill a block nothing is to fill it any more when the first of them has ended",
+        (Patch(_LEASES, "self._are_shared |= not self._filling.isdisjoint(filled)", "pass"),),
+        tested(f"{_GONE}::test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended"),
+    ),
+    Mutant(
+        "shared-no-more",
+        "of blocks that two loads fill one is taken to be the last that does, whichever ends",
+        (
+            Patch(
+                _LEASES,
+                "self._are_shared = len(self._filling) < sum(map(len, self._open.values()))",
+                "self._are_shared = False",
+            ),
+        ),
+        tested(f"{_GONE}::test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended"),
+    ),
+    Mutant(
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
         (Patch(_CHOICE, "found_no_room or num_beginning >= num_others", "found_no_room"),),

@@ -6,6 +6,10 @@ from .mutant import Mutant, Patch, tested
 
 _EVICTION = "kv_connector/index/eviction.py"
 _REUSE = "kv_connector/index/reuse.py"
+_TREE = "kv_connector/index/tree.py"
+_RECENT = "kv_connector/index/recent.py"
+_MATCHES = "tests/index/test_recent.py"
+_MATCHED_AGAIN = f"{_MATCHES}::test_a_match_is_what_a_look_up_of_each_hash_finds"
 _RATES = "kv_connector/index/rates.py"
 _FRAILTY = "kv_connector/index/frailty.py"
 _TIER = "kv_connector/index/tier.py"
@@ -30,6 +34,30 @@ REUSE: tuple[Mutant, ...] = (
             ),
         ),
         tested("tests/index/test_columns.py"),
+    ),
+    Mutant(
+        "matched-in-new-rows",
+        "a path that was matched before still has a row that was forgotten and has become the same block's again",
+        (Patch(_RECENT, "added[node] > num_additions or known[node]", "known[node]"),),
+        tested(_MATCHED_AGAIN),
+    ),
+    Mutant(
+        "matched-by-length",
+        "a prompt that begins like a path that was matched before is taken for it",
+        (Patch(_RECENT, "added[node] > num_additions or known[node] != hashes[index]", "added[node] > num_additions"),),
+        tested(_MATCHED_AGAIN),
+    ),
+    Mutant(
+        "matched-apart",
+        "blocks that follow nothing are remembered as a path: of those in front of one that stays some have gone",
+        (Patch(_TREE, "if self.depth[nodes[-1]] - self.depth[node] == len(nodes) - 1:", "if True:"),),
+        tested(_MATCHED_AGAIN),
+    ),
+    Mutant(
+        "match-shared",
+        "who changes what a match returned changes what later ones return",
+        (Patch(_TREE, "        return nodes[:]\n", "        return nodes\n"),),
+        tested(f"{_MATCHES}::test_who_changes_what_a_match_returned_changes_no_later_match"),
     ),
     Mutant(
         "everything-is-saved",
@@ -179,7 +207,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "one-offs-make-unpopular",
         "a stretch of prompts that come once makes what was popular before look like one of them",
-        (Patch(_REUSE, "tree.num_visits - visited[nodes]", "tree.time - asked[nodes]"),),
+        (Patch(_REUSE, "tree.num_visits - column(tree.visited)[nodes]", "tree.time - column(tree.asked)[nodes]"),),
         tested(f"{_TESTS}::test_prompts_that_come_once_make_nothing_less_popular"),
     ),
     Mutant(

@@ -410,7 +410,7 @@ SGLANG: tuple[Mutant, ...] = (
             Patch(
                 "kv_connector/index/reuse.py",
                 "[nodes] = tree.time\n\n    def asked",
-                "[nodes] = tree.time; np.frombuffer(tree.visits, np.float32)[nodes] += 1\n\n    def asked",
+                "[nodes] = tree.time; column(tree.visits)[nodes] += 1\n\n    def asked",
             ),
         ),
         tested("-W", "ignore", f"{_REUSE}::test_a_request_s_own_offers_are_no_visits"),

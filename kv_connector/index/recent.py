@@ -1,0 +1,48 @@
+"""The paths that a tree has matched last: the same prompt is matched at each step for as long as it waits."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from ..types import BlockHash
+
+_LEAST = 64  # nodes; a shorter path is matched by one comparison
+_PATHS = 16
+"""Remembered at a time. Requests that run and wait are matched with, and most of what begins with the same block."""
+
+
+class RecentPaths:
+    """Of one tree. A hash names its block and all in front of it, and a node stays for as long as one behind it does.
+    So where a path still has a node it has all in front of that, and the last one that it shares with a prompt is found
+    by looking at a few: whether each row has the same hash still, and has been another node's in between."""
+
+    def __init__(self, known: Sequence[BlockHash | None], added: array[int]) -> None:
+        """Columns of the tree: hashes, None where there is no node, and in which addition of nodes a row became one."""
+        self._known = known
+        self._added = added
+        self._paths: dict[BlockHash, tuple[list[int], int]] = {}  # by their first hash: nodes, additions by then
+
+    def shared(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """The nodes of a prefix of `hashes`, which is not empty: the longest one that lies on a remembered path."""
+        nodes, num_additions = self._paths.get(hashes[0], ([], 0))
+        known, added = self._known, self._added
+
+        def is_other(index: int) -> bool:
+            node = nodes[index]
+            return added[node] > num_additions or known[node] != hashes[index]
+
+        most = min(len(nodes), len(hashes))
+        if most and not is_other(most - 1):
+            return nodes[:most]
+        return nodes[: bisect_left(range(most), True, key=is_other)]
+
+    def remember(self, hashes: Sequence[BlockHash], nodes: list[int], num_additions: int) -> None:
+        """`nodes`, which nobody may change any more, are the first of `hashes` after so many additions of nodes."""
+        if len(nodes) <= _LEAST:
+            return
+        self._paths.pop(hashes[0], None)
+        self._paths[hashes[0]] = nodes, num_additions
+        if len(self._paths) > _PATHS:
+            del self._paths[next(iter(self._paths))]

@@ -1,0 +1,94 @@
+"""Paths that were matched lately are matched again without looking at each hash: never with what has changed since."""
+
+from __future__ import annotations
+
+import random
+from array import array
+
+import pytest
+
+from kv_connector.index import PrefixTree
+from kv_connector.index.recent import RecentPaths
+from kv_connector.types import BlockHash
+
+_BLOCKS = 200  # of the longest prompt
+
+
+def hashes_of(document: int, branch: int, parts_at: int, length: int) -> list[BlockHash]:
+    """A prompt that goes its own way behind its document's first blocks."""
+    names = [(document, 0, 0, i) if i < parts_at else (document, branch, parts_at, i) for i in range(length)]
+    return [BlockHash(repr(name).encode()) for name in names]
+
+
+def drawn(draw: random.Random) -> list[BlockHash]:
+    parts_at = draw.choice((0, 65, 100, 199))
+    return hashes_of(draw.randrange(3), draw.randrange(4), parts_at, draw.randint(1, _BLOCKS))
+
+
+def looked_up(tree: PrefixTree, hashes: list[BlockHash]) -> list[int]:
+    """One by one."""
+    nodes: list[int] = []
+    for block_hash in hashes:
+        if (node := tree.get(block_hash)) is None:
+            break
+        nodes.append(node)
+    return nodes
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_match_is_what_a_look_up_of_each_hash_finds(seed: int) -> None:
+    """While blocks come, are forgotten, and come again in rows that others have left."""
+    draw, tree = random.Random(seed), PrefixTree(max_remembered=350)
+    asked = [drawn(draw) for _ in range(6)]
+    for number in range(300):
+        if draw.random() < 0.1:
+            asked[draw.randrange(len(asked))] = drawn(draw)
+        hashes = draw.choice(asked)
+        if draw.random() < 0.5:
+            tree.settle(tree.insert_path(hashes, float(number)))
+        elif draw.random() < 0.2:
+            tree.settle(tree.insert_apart([BlockHash(b"apart" + block_hash) for block_hash in hashes], 0.0))
+        first = draw.choice((0, 0, 0, 70))
+        for wanted in (hashes[first:], [BlockHash(b"apart" + block_hash) for block_hash in hashes]):
+            assert tree.match(wanted) == looked_up(tree, wanted)
+    tree.check()
+
+
+def test_who_changes_what_a_match_returned_changes_no_later_match() -> None:
+    tree, hashes = PrefixTree(), hashes_of(1, 0, 0, _BLOCKS)
+    nodes = tree.insert_path(hashes, 0.0)
+    for _ in range(2):
+        found = tree.match(hashes)
+        assert found == nodes
+        found[50] = 0
+
+
+def test_no_more_paths_are_remembered_than_requests_ask_with() -> None:
+    """A path of a million tokens is half a megabyte."""
+    tree = PrefixTree(max_remembered=1 << 20)
+    for document in range(100):
+        hashes = hashes_of(document, 0, 0, _BLOCKS)
+        tree.insert_path(hashes, 0.0)
+        assert tree.match(hashes) == tree.match(hashes)
+    assert len(tree._recent._paths) == 16
+
+
+class Counted(list[BlockHash | None]):
+    """Counts how often a hash is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index: int) -> BlockHash | None:  # type: ignore[override]  # of one row
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("length", [1, 70, 150, 199])
+def test_the_end_of_what_is_shared_is_found_by_a_few_looks(length: int) -> None:
+    hashes = hashes_of(1, 0, 0, _BLOCKS)
+    known = Counted([None, *hashes])
+    recent = RecentPaths(known, array("q", [0] * (_BLOCKS + 1)))
+    recent.remember(hashes, [*range(1, _BLOCKS + 1)], 0)
+    other = hashes_of(1, 7, length, _BLOCKS)
+    assert recent.shared(other) == [*range(1, length + 1)]
+    assert known.looks <= 9
