@@ -33,7 +33,6 @@ class RequestState:
     tables: list[BlockTable] = field(default_factory=list)  # by block group
     num_hit_hashes: int = 0  # of leading blocks that were valid, or are loaded, when it was admitted
     load: LoadLease | None = None  # to be planned
-    is_newly_admitted: bool = False  # since the last step was planned
     awaits_load: bool = False  # it is admitted once more when what it waits for is there
     awaits_both: bool = False  # a load, and what a companion brings behind it
     is_held: bool = False  # for the next step alone, see `SchedulerHalf.hold_computed`: what that leaves is not saved
@@ -73,7 +72,7 @@ class RequestTable:
         self._metrics = metrics
         self._states: dict[str, RequestState] = {}
         self._num_admissions = 0
-        self._admitted: list[RequestState] = []  # since the last step was planned
+        self._admitted: dict[str, RequestState] = {}  # since the last step was planned, that still have their blocks
 
     def __len__(self) -> int:
         return len(self._states)
@@ -122,22 +121,18 @@ class RequestTable:
         state.tables = [BlockTable(list(ids)) for ids in block_ids]
         state.num_hit_hashes = num_hit_hashes
         state.reach = Reach()
-        state.is_newly_admitted = True
-        self._admitted.append(state)
+        self._admitted[request.request_id] = state
         return state
 
     @property
     def num_beginning(self) -> int:
         """Those admitted since the last step was planned that still have their blocks."""
-        return sum(state.is_newly_admitted for state in self._admitted)
+        return len(self._admitted)
 
     def take_admitted(self) -> list[RequestState]:
         """Those admitted since the last call that still have their blocks."""
-        admitted, self._admitted = self._admitted, []
-        live = [state for state in admitted if state.is_newly_admitted]
-        for state in live:
-            state.is_newly_admitted = False
-        return live
+        admitted, self._admitted = self._admitted, {}
+        return list(admitted.values())
 
     def plan_loads(self) -> tuple[tuple[CopyJob, ...], tuple[CopyJob, ...]]:
         """Jobs of those admitted since the last call: those that the step waits for, and those that run behind it."""
@@ -158,7 +153,7 @@ class RequestTable:
         """Whether blocks are known that the engine took. A request that was preempted between two steps may have been
         admitted again since: then its blocks are new ones."""
         state = self._states.get(request_id)
-        return state is not None and bool(state.tables) and not state.is_newly_admitted
+        return state is not None and bool(state.tables) and request_id not in self._admitted
 
     def is_silently_preempted(self, request_id: str, block_ids: Sequence[Sequence[int]], num_local_tokens: int) -> bool:
         """Whether a request that is being admitted with these blocks has lost other ones before, and nobody said so:
@@ -197,8 +192,9 @@ class RequestTable:
             self._leases.drop(state.load)
             state.load = None
         self._metrics.dropped_saves_blocks += state.num_unsaved
+        self._admitted.pop(state.request.request_id, None)
         state.tables = []
-        state.is_newly_admitted = state.awaits_load = False
+        state.awaits_load = False
 
 
 def _go_on(tables: Sequence[BlockTable], block_ids: Sequence[Sequence[int]]) -> bool:

@@ -66,7 +66,7 @@ def test_columns_grow_whoever_keeps_the_frames_that_looked_at_them() -> None:
             if number % 20 == 10:
                 tier.reset()
                 tier.resize(8 * _CHAT + _CHAT * number)
-        tree.terms.bar_tenant(0)
+                tree.terms.bar_tenant(0)
     looked = {"visited", "used", "_look", "_open", "use", "reset", "remove_all_copies", "free_idle", "bar_tenant"}
     assert looked <= {frame.f_code.co_name for frame in kept}
     assert len(tree.asked) > 60 * _CHAT, "the tree has grown"

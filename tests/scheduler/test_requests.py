@@ -47,11 +47,15 @@ def test_who_has_lost_its_blocks_since_its_admission_is_not_planned() -> None:
 
 def test_a_request_begins_until_the_step_that_it_was_admitted_to_is_planned_or_its_blocks_are_gone() -> None:
     table = make_table()
-    for name in ("stays", "ended", "preempted"):
+    for name in ("stays", "ended", "preempted", "comes again"):
         table.admit(Asked(name, [1, 2, 3]), [[0]], 0)
-    assert table.num_beginning == 3
+    assert table.num_beginning == 4
+    table.finish("comes again")
+    for _ in range(2):
+        table.admit(Asked("comes again", [1, 2, 3]), [[0]], 0)
+    assert table.num_beginning == 4
     table.finish("ended")
     table.preempt("preempted")
-    assert table.num_beginning == 1
+    assert table.num_beginning == 2
     table.take_admitted()
     assert table.num_beginning == 0

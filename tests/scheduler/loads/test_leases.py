@@ -335,7 +335,7 @@ def test_a_load_waits_only_where_all_that_wait_could_begin_anew(num_available: i
     assert half.get_num_new_matched_tokens(Asked("second", list(range(100, 117))), 0) == (16, is_async)
 
 
-def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_those_that_decode() -> None:
+def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes() -> None:
     half, _ = make_half()
     prompts = [[number] * 9 for number in range(3)]
     for number, prompt in enumerate(prompts):
@@ -347,4 +347,5 @@ def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_
     plan = run(half, *requests[:2], computed=8)
     assert [len(jobs) for jobs in (plan.loads, plan.background_loads)] == [2, 0]
     report(half, plan)
+    half.request_finished(requests[1])
     assert half.get_num_new_matched_tokens(requests[2], 0) == (8, True)

@@ -186,7 +186,13 @@ LOADS: tuple[Mutant, ...] = (
         "begin-unseen",
         "nobody is told who else begins in the step that is being planned",
         (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = 0"),),
-        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_those_that_decode"),
+        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"),
+    ),
+    Mutant(
+        "all-begin",
+        "one that decodes is taken for one that begins, and a load holds it up",
+        (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = others"),),
+        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"),
     ),
     Mutant(
         "others-decode-and-wait",

@@ -59,7 +59,7 @@ SCHEDULER: tuple[Mutant, ...] = (
         (
             Patch(
                 _REQUESTS,
-                "return state is not None and bool(state.tables) and not state.is_newly_admitted",
+                "return state is not None and bool(state.tables) and request_id not in self._admitted",
                 "return state is not None and bool(state.tables)",
             ),
         ),
@@ -271,7 +271,7 @@ SCHEDULER: tuple[Mutant, ...] = (
     Mutant(
         "gone-are-admitted",
         "who has lost its blocks since its admission is taken for admitted",
-        (Patch(_REQUESTS, "[state for state in admitted if state.is_newly_admitted]", "admitted"),),
+        (Patch(_REQUESTS, "        self._admitted.pop(state.request.request_id, None)\n", ""),),
         tested("tests/scheduler/test_requests.py::test_who_has_lost_its_blocks_since_its_admission_is_not_planned"),
     ),
     Mutant(
