@@ -29,6 +29,11 @@ def is_light(loads: Sequence[CopyJob], block_size: int, num_computed_tokens: int
     return 0 < num_loaded_tokens >= _LIGHT * num_computed_tokens
 
 
+_MOST_LONGER = 2.0
+"""Times what those that begin in a step load already: a load of more blocks keeps them waiting for longer than beginning
+together spares them."""
+
+
 @dataclass(slots=True, eq=False)
 class BackgroundLoad:
     """A load that no step waits for, from its request's admission on, until it is announced and the engine may have
@@ -67,6 +72,7 @@ class LoadPlanner:
         self._reading: dict[int, BackgroundLoad] = {}  # by host block that is read in the background
         self._background: dict[int, BackgroundLoad] = {}  # by job, in the order of the link
         self._busy_until = 0.0  # the link, with loads in the background
+        self._num_in_step = 0  # blocks that the step loads which is being planned
         self._reported_step = 0
         self._planned: deque[tuple[int, float]] = deque()  # steps with loads in the background, and when
         self._expected_seconds = 0.0  # of those that ended since the last observation
@@ -103,7 +109,8 @@ class LoadPlanner:
             load = None
         before = self._asked.get(request_id)
         found_no_room = before not in (None, LoadMode.COALESCED)
-        counts_blocks = found_no_room or num_beginning >= num_others
+        begin_together = num_beginning >= num_others and num_blocks <= _MOST_LONGER * self._num_in_step
+        counts_blocks = found_no_room or begin_together
         mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, num_others, load, counts_blocks)
         if mode is LoadMode.ASYNC and not may_wait:
             mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
@@ -132,6 +139,10 @@ class LoadPlanner:
         if mode is not None:
             self.estimate.admitted(mode)
         return mode
+
+    def load_in_step(self, num_blocks: int) -> None:
+        """So many more are loaded in the step that is being planned."""
+        self._num_in_step += num_blocks
 
     def reserve(self, host_ids: Sequence[int], may_announce: bool = True) -> BackgroundLoad:
         """A load of these blocks will run in the background, behind those before it. Without `may_announce` it is over
@@ -183,7 +194,9 @@ class LoadPlanner:
         self._see_free_link()
 
     def announce(self, step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them."""
+        """Loads to announce in this step, and announced ones that the step has to wait for, as it may read them. The
+        step is planned: what is loaded in one from now on is loaded in the next."""
+        self._num_in_step = 0
         if not self._background:
             return (), ()
         now = self._clock()

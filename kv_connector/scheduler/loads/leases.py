@@ -79,6 +79,8 @@ class LoadLeases:
         host.acquire(lease.host_ids)
         if mode is LoadMode.ASYNC:
             lease.background = self._planner.reserve(lease.host_ids, may_announce)
+        else:
+            self._planner.load_in_step(len(lease.host_ids))
         return lease
 
     def drop(self, lease: LoadLease) -> None:

@@ -87,7 +87,22 @@ def test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes(
     loads hide behind what they compute."""
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
+    planner.load_in_step(100)
     assert planner.choose("a", 100, 1600, new, num_others, (), num_beginning=num_beginning).value == mode
+
+
+@pytest.mark.parametrize(("num_blocks", "mode"), [(100, "sync"), (101, "async")])
+def test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads(
+    num_blocks: int, mode: str
+) -> None:
+    """A question without a hit, that begins beside a hit of a whole book, does not wait for it."""
+    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
+    teach(planner)
+    for num_in_step in (20, 30):
+        planner.load_in_step(num_in_step)
+    assert planner.choose("a", num_blocks, 16 * num_blocks, 1, 1, (), num_beginning=1).value == mode
+    planner.announce(8)
+    assert planner.choose("b", 100, 1600, 1, 1, (), num_beginning=1) is LoadMode.ASYNC, "nothing is loaded in this one"
 
 
 def test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again() -> None:

@@ -120,6 +120,8 @@ class Engine:
                 turn.job, turn.is_received = CopyJob(turn.number, Direction.LOAD, ids, ids, name), False
                 turn.load = self.planner.reserve(ids.tolist())
                 self.planner.begin(turn.load, turn.number)
+            else:
+                self.planner.load_in_step(NUM_BLOCKS)
         return began
 
     def take_in(self, step: Step) -> None:

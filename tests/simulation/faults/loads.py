@@ -179,20 +179,44 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
-        (Patch(_CHOICE, "found_no_room or num_beginning >= num_others", "found_no_room"),),
+        (Patch(_CHOICE, "found_no_room or begin_together", "found_no_room"),),
         tested(f"{_TESTS}::test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes"),
+    ),
+    Mutant(
+        "beside-a-book",
+        "a question without a hit that begins beside a hit of a whole book waits for all of its load",
+        (
+            Patch(
+                _CHOICE,
+                "num_beginning >= num_others and num_blocks <= _MOST_LONGER * self._num_in_step",
+                "num_beginning >= num_others",
+            ),
+        ),
+        tested(
+            f"{_TESTS}::test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads"
+        ),
+    ),
+    Mutant(
+        "loads-of-steps-before",
+        "what earlier steps have loaded counts as loaded in each later one",
+        (
+            Patch(
+                _CHOICE,
+                "        self._num_in_step = 0\n        if not self._background:",
+                "        if not self._background:",
+            ),
+        ),
+        tested(
+            f"{_TESTS}::test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads"
+        ),
     ),
     Mutant(
         "begin-unseen",
         "nobody is told who else begins in the step that is being planned",
         (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = 0"),),
-        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"),
-    ),
-    Mutant(
-        "all-begin",
-        "one that decodes is taken for one that begins, and a load holds it up",
-        (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = others"),),
-        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"),
+        tested(
+            f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"
+        ),
     ),
     Mutant(
         "others-decode-and-wait",
