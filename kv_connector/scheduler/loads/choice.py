@@ -30,8 +30,8 @@ def is_light(loads: Sequence[CopyJob], block_size: int, num_computed_tokens: int
 
 
 _MOST_LONGER = 2.0
-"""Times what those that begin in a step load already: a load of more blocks keeps them waiting for longer than beginning
-together spares them."""
+"""Times what those that begin in a step load already: a load of more blocks keeps them waiting for longer than what
+they are spared by beginning together."""
 
 
 @dataclass(slots=True, eq=False)
