@@ -121,6 +121,8 @@ class PrefixTree:
         node = self._index.get(hashes[0]) if hashes else None
         if node is None:
             return []
+        if len(hashes) <= _STRETCH:
+            return self._extended([node], hashes)
         nodes = self._extended(self._recent.shared(hashes) or [node], hashes)
         if self.depth[nodes[-1]] - self.depth[node] == len(nodes) - 1:  # they follow one another
             self._recent.remember(hashes, nodes, self._num_additions)
