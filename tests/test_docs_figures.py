@@ -131,7 +131,7 @@ def lossless() -> Iterator[str]:
 
 
 def choosing() -> Iterator[str]:
-    regimes = by_regime("vllm_regimes_0320_h200")
+    regimes = by_regime("vllm_regimes_0320_h200") | by_regime("vllm_regimes_0320_12_6_h200")
     engines = [row["engines"] for (share, _), row in regimes.items() if share == 0.5]
     ours = [100 * one["ours"]["cached_share"] for one in engines]
     peers = [100 * one[name]["cached_share"] for one in engines for name in ("offloading", "simple", "lmcache")]
@@ -143,9 +143,10 @@ def choosing() -> Iterator[str]:
         for regime, row in regimes.items()
     }
     ahead = [regime for regime, (eager, default) in turns.items() if regime[0] >= 1 and float(eager) > float(default)]
-    assert sorted(ahead) == [(1, 8), (2, 32)]
-    yield "{} turns a second against {} right after other chats".format(*turns[1, 8])
-    yield "{} against {} in another of six such regimes".format(*turns[2, 32])
+    assert sorted(ahead) == [(1, 32), (1, 128), (2, 32)]
+    pairs = [turns[regime] for regime in sorted(ahead)]
+    told = ", {} against {} and {} against {} in three of six such regimes".format(*pairs[1], *pairs[2])
+    yield "{} turns a second against {}".format(*pairs[0]) + told
     fewer = {regime: pair for regime, pair in turns.items() if regime[0] < 1 and float(pair[0]) < float(pair[1])}
     worst = min(fewer, key=lambda regime: float(fewer[regime][0]) / float(fewer[regime][1]))
     assert (len(fewer), worst) == (5, (0.5, 8))
@@ -154,8 +155,8 @@ def choosing() -> Iterator[str]:
     eager = [100 * one["ours:write_through"]["cached_share"] for one in engines]
     yield f"({min(eager):.0f} to {max(eager):.0f} % with `write_through`)"
     long = [one["turns_per_second"] for one in regimes[2, 128]["engines"].values()]
-    assert max(long) < 1.05 * min(long)
-    yield "with twice as much, and answers of 128 tokens, every policy and every connector is within 5 % of the others"
+    assert 1.06 < max(long) / min(long) < 1.07
+    yield "with twice as much, and answers of 128 tokens, every policy and every connector is within 7 % of the others"
     missed = [over_none(name)["ours"] for name in ("vllm_misses_paths_0251_h200", LOSSLESS_CHATS)]
     assert missed[0] < over_none("vllm_misses_0251_h200")["ours"]
     yield f"{missed[0]:.3f} to {missed[1]:.3f} of the throughput by run (goal 0.99)"

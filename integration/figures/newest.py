@@ -12,6 +12,7 @@ from integration.figures.results import Result, Row, rows_of
 RESULTS = (
     "vllm_serving_0320_24_12_later_h200",
     "vllm_serving_0320_16_6_h200",
+    "vllm_serving_0320_12_6_h200",
     "vllm_ttft_0320_graphs_h200",
     "vllm_misses_0320_h200",
     "sglang_serving_h200",
