@@ -222,13 +222,15 @@ def awaited() -> Iterator[str]:
 
 
 def index() -> Iterator[str]:
-    assert of_a_xeon("steps") == of_a_xeon("index"), "one code"
+    assert origin(result("steps")) == origin(result("index")), "one code"
+    assert result("steps")["hardware"]["cpu"] == result("index")["hardware"]["cpu"] == "AMD EPYC"
     assert "vllm" in {row["side"] for row in result("steps")["rows"]}, "vLLM's own is beside it"
     claims = result("steps")["claims"]
-    assert all(claims[f"{what}_to_flat_pool"]["holds"] for what in ("insert", "evict", "match"))
+    assert [claims[f"{what}_to_flat_pool"]["holds"] for what in ("insert", "evict", "match")] == [True, False, True]
+    yield "**To evict a block misses its goal**"
     growth = [one for name, one in result("index")["claims"].items() if "_growth_" in name]
-    assert not any(one["holds"] for one in growth) and len(growth) == 3
-    yield "**The more blocks are cached, the slower each gets, and all three goals are missed**"
+    assert [one["holds"] for one in growth] == [False, False, True]
+    yield "**The more blocks are cached, the slower each gets, and two of three goals are missed**"
 
 
 def memory_of_a_block() -> Iterator[str]:

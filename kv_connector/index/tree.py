@@ -1,7 +1,7 @@
 """The prefix tree: which blocks are known, their parents, and the tiers that have a copy of each.
 
 A block's chained hash names its whole prefix, so one dictionary from hash to node finds any block and the tree needs
-no child links: a match is one lookup a block. Nodes are rows of flat arrays, not objects: about 239 bytes a block,
+no child links: a match is one lookup a block. Nodes are rows of flat arrays, not objects: about 248 bytes a block,
 and nothing that Python's garbage collector has to walk.
 
 A node stays as long as it has a copy on some tier, a child, or a pin; after that it is *remembered* (its hits count
