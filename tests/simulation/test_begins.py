@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Known(Rate):
 
 
 @pytest.fixture
-def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How hits came to the device of requests that asked for the first time, beside others that began in the step."""
     met = Counter[str]()
     begin, choose = LoadEstimate.__init__, LoadPlanner.choose
@@ -51,7 +51,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     monkeypatch.setattr(LoadEstimate, "__init__", begin_knowing)
     monkeypatch.setattr(LoadPlanner, "choose", count)
-    yield met
+    return met
 
 
 def draw_engines(rng: random.Random) -> list[EngineConfig]:
