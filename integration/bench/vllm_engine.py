@@ -135,7 +135,7 @@ class VllmServer:
         self.llm.llm_engine.abort_request(list(names))
 
     def follow(self) -> Phases:
-        return VllmPhases(self.scheduler)
+        return VllmPhases(self.scheduler, self._core.model_executor)
 
     def close(self) -> None:
         """It ends with its process."""

@@ -1,4 +1,5 @@
-"""Where the time of a request goes in a vLLM engine of this process, and what its connector's calls cost.
+"""Where the time of a request goes in a vLLM engine of this process, what its connector's calls cost, and how long the
+engine's thread takes to launch a step.
 
 Works on any connector through the calls that vLLM makes of it: a request is queued until its blocks are allocated, it
 loads until the worker side calls it received, it is idle until the scheduler schedules it, and so on.
@@ -54,16 +55,18 @@ class _Plan:
 
 
 class VllmPhases:
-    """Follows the requests of one run. `scheduler` is vLLM's; call `stop` once."""
+    """Follows the requests of one run. `scheduler` and `executor`, of the model, are vLLM's; call `stop` once."""
 
-    def __init__(self, scheduler: Any) -> None:
+    def __init__(self, scheduler: Any, executor: Any) -> None:
         self._requests: dict[str, _Times] = defaultdict(_Times)
         self._spent: dict[str, float] = defaultdict(float)
         self._plans: list[_Plan] = []
         self._spent_decoding = 0.0  # of all calls, between the plan of a step that only decodes and the next
         self._external_tokens = 0
         self._undo: list[Callable[[], None]] = []
+        self._launches: dict[bool, list[float]] = {True: [], False: []}  # seconds, of steps that only decode or not
         self._wrap(scheduler, "schedule", self._on_schedule)
+        self._wrap(executor, "execute_model", self._on_execute)
         if scheduler.connector is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -87,7 +90,9 @@ class VllmPhases:
     def stop(self) -> dict[str, float]:
         """Undo all wrapping. Mean ms of each phase over requests that `answered` was told have finished, and of what
         the connector's calls took for each step that computes, under `call_...`, and all of them together for each
-        that only decodes; `external_tokens` of prompts came from the connector, by what it told the scheduler."""
+        that only decodes; `external_tokens` of prompts came from the connector, by what it told the scheduler. Medians
+        of what the engine's thread takes to launch a step, the connector's calls in it included, are under
+        `launch_...`."""
         for undo in self._undo:
             undo()
         result = self._phases([times for times in self._requests.values() if times.ended])
@@ -105,6 +110,8 @@ class VllmPhases:
         num_decoding = sum(plan.only_decodes for plan in busy)
         result["decode_steps"] = num_decoding
         result["decode_calls_ms"] = 1e3 * self._spent_decoding / max(1, num_decoding)
+        kinds = {"launch_decoding_ms": self._launches[True], "launch_prompts_ms": self._launches[False]}
+        result |= {name: 1e3 * median(seconds) for name, seconds in kinds.items() if seconds}
         return result | {f"call_{name}_ms": 1e3 * spent / len(busy) for name, spent in self._spent.items()}
 
     @staticmethod
@@ -140,6 +147,11 @@ class VllmPhases:
         for request_id in output.num_scheduled_tokens:
             times = self._requests[_name(request_id)]
             times.scheduled = times.scheduled or now
+
+    def _on_execute(self, name: str, args: tuple[Any, ...], output: Any, begin: float) -> None:
+        plan = self._plans[-1] if self._plans else None
+        if plan is not None and plan.num_requests:
+            self._launches[plan.only_decodes].append(time.perf_counter() - begin)
 
     def _on_call(self, name: str, args: tuple[Any, ...], result: Any, begin: float) -> None:
         now = time.perf_counter()

@@ -41,6 +41,7 @@ def test_a_small_run_names_who_is_missing_and_rotates_the_rest(tmp_path: Path, m
     for row in windows:
         assert row["arrived"] >= row["at_once"] == row["users"] // 2 and row["seconds"] == 1.0
         assert (row["phases"]["external_tokens"] > 0) == (row["connector"] == "ours")
+        assert row["phases"]["launch_prompts_ms"] > 0 < row["phases"]["launch_decoding_ms"]
     assert {row["connector"]: "over_none" in row for row in result["rows"] if row["part"] == "misses"} == {
         "none": False,
         "ours": True,
