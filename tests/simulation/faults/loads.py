@@ -177,6 +177,12 @@ LOADS: tuple[Mutant, ...] = (
         tested(f"{_GONE}::test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended"),
     ),
     Mutant(
+        "shared-by-the-last-alone",
+        "that two loads fill a block is forgotten as soon as a load begins whose blocks are its own",
+        (Patch(_LEASES, "self._are_shared |= not", "self._are_shared = not"),),
+        tested(f"{_GONE}::test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended"),
+    ),
+    Mutant(
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
         (Patch(_CHOICE, "found_no_room or begin_together", "found_no_room"),),
