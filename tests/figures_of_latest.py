@@ -95,7 +95,7 @@ def by_regime_now() -> Iterator[str]:
     yield "in LMCache's at 1x, 128 steps with prompts took {:.0f} ms, and {:.0f} at 2x".format(*peer_ms)
     assert [(ours[1, 128][what], peer[1, 128][what]) for what in ("number", "place")] == [(3, 3), (1, 0)], "one by one"
     short = [computing_step_ms(of[share, 8]["phases"]) for of in (ours, peer) for share in (1, 2)]
-    yield "such a step took {:.0f} and {:.0f} ms with ours, and {:.0f} and {:.0f} with LMCache".format(*short)
+    yield "a step took {:.0f} and {:.0f} ms with ours, and {:.0f} and {:.0f} with LMCache".format(*short)
     (simple,) = (row for row in windows(TOGETHER, "simple") if (row["host_share"], row["answer"]) == (2, 8))
     assert simple["phases"]["loading_share"] == 1 and simple["turns_per_second"] < peer[2, 8]["turns_per_second"]
     yield f"had {prompt_steps(simple):.2f} of them for each turn at 2x, of {computing_step_ms(simple['phases']):.0f} ms"

@@ -353,3 +353,18 @@ def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_
     report(half, plan)
     half.request_finished(requests[1])
     assert half.get_num_new_matched_tokens(requests[2], 0) == (8, True)
+
+
+def test_what_is_loaded_in_the_background_is_not_loaded_in_the_step_beside_others_that_begin() -> None:
+    """Of three that begin in one step, the first without a hit: no load of the step makes it wait for the others'."""
+    half, _ = make_half()
+    prompts = [[number] * 10 for number in range(3)]
+    for number, prompt in enumerate(prompts[1:]):
+        save(half, Asked(f"warm {number}", prompt), first_block=3 * number)
+    half._loads.estimate.observe_load(2, 1.0)  # blocks of a hit
+    half._loads.estimate._prefill.observe(8, 2.0)  # which computing takes longer for
+    for number, prompt in enumerate(prompts):
+        request = Asked(f"{number}", prompt)
+        hit = half.get_num_new_matched_tokens(request, 0)
+        assert hit == ((8, True) if number else (0, False))
+        half.update_state_after_alloc(request, [[20 + 3 * number + block for block in range(3)]], 0, hit[0])

@@ -217,6 +217,20 @@ LOADS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "in-the-step-beside-it",
+        "a load in the background counts as one of the step, and others are loaded in it for its sake",
+        (
+            Patch(
+                _LEASES,
+                "        else:\n            self._planner.load_in_step(len(lease.host_ids))\n",
+                "        self._planner.load_in_step(len(lease.host_ids))\n",
+            ),
+        ),
+        tested(
+            f"{_GONE}::test_what_is_loaded_in_the_background_is_not_loaded_in_the_step_beside_others_that_begin",
+        ),
+    ),
+    Mutant(
         "begin-unseen",
         "nobody is told who else begins in the step that is being planned",
         (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = 0"),),
