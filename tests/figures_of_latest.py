@@ -64,6 +64,13 @@ def prompt_steps(row: Row) -> float:
     return steps / (row["turns_per_second"] * (row["lead"] + row["seconds"]))
 
 
+def calls_ms(row: Row) -> float:
+    """Of a connector's calls in the engine's thread, for each turn."""
+    phases = row["phases"]
+    of_a_step: float = sum(ms for which, ms in phases.items() if which.startswith("call_"))
+    return of_a_step * phases["steps"] / (row["turns_per_second"] * (row["lead"] + row["seconds"]))
+
+
 def many(rows: Iterable[Row]) -> str:
     """Steps that compute a prompt for each turn, the least and the most."""
     found = sorted(map(prompt_steps, rows))
@@ -75,7 +82,8 @@ def by_regime_now() -> Iterator[str]:
     missed = {regime for regime, ratio in over.items() if ratio < 1.05}
     assert missed == {(1, 128), (2, 128)} and len(over) == 6
     ahead = sorted(ratio for regime, ratio in over.items() if regime not in missed)
-    yield f"**Ours is ahead by {ahead[0]:.2f} to {ahead[-1]:.2f} times in four of these, and misses 1.05 in two.**"
+    yield f"**Ours had {ahead[0]:.2f} to {ahead[-1]:.2f} times the best peer's turns in four of these, and misses"
+    yield "ours would have had {:.2f}, {:.2f} and {:.2f} times the turns there".format(*over_peers_of_before())
     ours, peer = (
         {(row["host_share"], row["answer"]): row for row in windows(TOGETHER, n)} for n in ("ours", "lmcache")
     )
@@ -88,13 +96,28 @@ def by_regime_now() -> Iterator[str]:
     yield f"`write_through` has {eager['turns_per_second']:.2f}"
     slow, usual = ours[1, 128]["phases"], ours[2, 128]["phases"]
     yield f"took {slow['decode_step_ms']:.2f} ms in that window"
+    ours_ms, eager_ms = computing_step_ms(slow), computing_step_ms(eager["phases"])
+    yield f"steps with prompts took {ours_ms:.0f} ms, and {eager_ms:.0f} with `write_through`"
+    peer_ms = [computing_step_ms(peer[share, 128]["phases"]) for share in (1, 2)]
+    yield "in LMCache's at 1x, 128 steps with prompts took {:.0f} ms, and {:.0f} at 2x".format(*peer_ms)
+    assert [(ours[1, 128][what], peer[1, 128][what]) for what in ("number", "place")] == [(3, 3), (1, 0)], "one by one"
+    short = [computing_step_ms(of[share, 8]["phases"]) for of in (ours, peer) for share in (1, 2)]
+    yield "a step took {:.0f} and {:.0f} ms with ours, and {:.0f} and {:.0f} with LMCache".format(*short)
+    calls = [calls_ms(of[share, 8]) for of in (peer, ours) for share in (1, 2)]
+    yield "whose calls took the engine's thread {:.0f} and {:.0f} ms of each turn, and ours {:.0f} and {:.0f}".format(
+        *calls
+    )
+    (simple,) = (row for row in windows(TOGETHER, "simple") if (row["host_share"], row["answer"]) == (2, 8))
+    assert simple["phases"]["loading_share"] == 1 and simple["turns_per_second"] < peer[2, 8]["turns_per_second"]
+    yield f"had {prompt_steps(simple):.2f} of them for each turn at 2x, of {computing_step_ms(simple['phases']):.0f} ms"
     both = (
         f"took {eager['phases']['decode_step_ms']:.2f} with `write_through` and {usual['decode_step_ms']:.2f} with ours"
     )
     yield f"{both} at 2x"
     yield f"grew from {usual['decode_calls_ms']:.2f} to {slow['decode_calls_ms']:.2f} ms of each"
     before = at_1x(TOGETHER, "offloading")[32]
-    yield f"had {before['phases']['decode_step_ms']:.2f} ms and {before['turns_per_second']:.2f} turns"
+    assert (before["number"], before["place"]) == (2, 4), "the last window before LMCache's at 1x, 128"
+    yield f"decoding steps of {before['phases']['decode_step_ms']:.2f} ms, and {before['turns_per_second']:.2f} turns"
     yield f"({at_1x(PARTS[0], 'offloading')[32]['turns_per_second']:.2f} in the older run below)"
     yield "{:.2f} and {:.2f}. So the machine".format(*(peer[share, 32]["turns_per_second"] for share in (2, 1)))
     cached = sorted(100 * one["cached_share"] for one in by_regime(NOW)[2, 128]["engines"].values())
@@ -102,6 +125,40 @@ def by_regime_now() -> Iterator[str]:
     yield f"25 ms of the {round(usual['prefill_ms'] + usual['decoding_ms'], -1):.0f} for which a turn prefills"
     rates = [load_rate(row) for row in result(TOGETHER)["rows"] if is_ours(row)]
     yield f"in the step, at {min(rates):.0f} to {max(rates):.0f} GB/s"
+
+
+def over_peers_of_before() -> list[float]:
+    """At 2x: the turns of ours over those of the best peer of the older run, by the length of answers."""
+    now, before = by_regime(NOW), by_regime(HERE)
+    return [
+        now[2, answer]["engines"]["ours"]["turns_per_second"]
+        / before[2, answer]["engines"][before[2, answer]["best_peer"]]["turns_per_second"]
+        for answer in (8, 32, 128)
+    ]
+
+
+def over_peers_later() -> list[float]:
+    """At 1x, after other chats: the turns of ours over those of the best peer, by the length of answers."""
+    claims = result(LATER)["claims"]
+    return [
+        claims[f"turns_over_best_of_3_peers_host_1x_answers_{answer}_vllm_0320"]["value"] for answer in (8, 32, 128)
+    ]
+
+
+def is_first(name: str, users: int) -> bool:
+    """Whether so many chats are the first that the engines of this result serve."""
+    (options,) = (row for row in result(name)["rows"] if row["part"] == "options")
+    return bool(options["users"][0] == users)
+
+
+def together() -> Iterator[str]:
+    """For the log of changes."""
+    now, before = by_regime(NOW), by_regime(HERE)[2, 8]["over_best_peer"]
+    ratios = [now[share, answer]["over_best_peer"] for answer in (8, 128) for share in (1, 2)]
+    told = "were {:.2f} and {:.2f} times those of the best of three other connectors, with 128 tokens {:.2f}, in a slow"
+    yield told.format(*ratios)
+    yield f"window, and {ratios[3]:.2f}. On another machine they were"
+    yield f"they were {over_peers_later()[0]:.2f} and {before:.2f} times before with 8 tokens"
 
 
 def by_regime_here() -> Iterator[str]:
@@ -140,6 +197,11 @@ def by_regime_later() -> Iterator[str]:
     yield f"LMCache had {100 * peer['cached_share']:.1f} % and {peer['turns_per_second']:.2f} turns against"
     yield f"against {ours['turns_per_second']:.2f}, `write_through` {100 * eager['cached_share']:.1f} %"
     yield f"% and {eager['turns_per_second']:.2f}: what is cached"
+    assert is_first(TOGETHER, 12) and not is_first(LATER, 12)
+    yield "had **{:.3f}**, {:.3f} and **{:.3f}** times the best peer's turns (778f943)".format(*over_peers_later())
+    yield f"Ours had {prompt_steps(ours):.2f} steps with prompts for each turn, LMCache {prompt_steps(peer):.2f}"
+    steps = [row["phases"]["decode_step_ms"] for row in (ours, peer)]
+    yield "decoding steps took {:.2f} ms with ours and {:.2f} with LMCache, and why".format(*steps)
     few = [row for name in (LATER, PARTS[1]) for row in windows(name, "lmcache") if row["host_share"] < 1]
     assert all(prompt_steps(row) > 0.9 for row in few)
 
@@ -147,6 +209,13 @@ def by_regime_later() -> Iterator[str]:
 def at_1x(name: str, connector: str) -> dict[int, Row]:
     """Windows with room for all, by length of answers."""
     return {row["answer"]: row for row in windows(name, connector) if round(row["host_share"], 2) == 1}
+
+
+def computing_step_ms(phases: Row) -> float:
+    """Of a step that does more than decode."""
+    decoding = phases["decode_steps"] * phases["decode_step_ms"]
+    ms: float = (phases["steps"] * phases["step_ms"] - decoding) / (phases["steps"] - phases["decode_steps"])
+    return ms
 
 
 def decoding_steps() -> Iterator[str]:
@@ -213,7 +282,7 @@ def by_where_it_loads() -> Iterator[str]:
     (ratio,) = [one for name, one in result(SYNC)["claims"].items() if name.startswith("turns_over_best_of")]
     assert not ratio["holds"]
     yield f"had {marked(ratio)} of LMCache's turns"
-    yield "two by two there, in {:.2f} and {:.2f} steps with prompts for each turn".format(*map(prompt_steps, in_step))
+    yield "two by two, in {:.2f} and {:.2f} steps with prompts for each turn".format(*map(prompt_steps, in_step))
     others = [*default, *(row for name in CHOICE for row in result(name)["rows"] if row["part"] == "chats")]
     assert all(prompt_steps(row) > 0.9 for row in others if row["connector"].startswith("ours"))
 

@@ -145,8 +145,12 @@ def choosing() -> Iterator[str]:
     ahead = [regime for regime, (eager, default) in turns.items() if regime[0] >= 1 and float(eager) > float(default)]
     assert sorted(ahead) == [(1, 32), (1, 128), (2, 32)]
     pairs = [turns[regime] for regime in sorted(ahead)]
-    told = ", {} against {} and {} against {} in three of six such regimes".format(*pairs[1], *pairs[2])
-    yield "{} turns a second against {}".format(*pairs[0]) + told
+    yield "{} turns a second against {}, ".format(*pairs[0]) + "{} against {} (in a slow window) and".format(*pairs[1])
+    yield "(in a slow window) and {} against {} in three of six such regimes".format(*pairs[2])
+    before = by_regime("vllm_regimes_0320_h200")[1, 8]["engines"]
+    after_others = [before[name]["turns_per_second"] for name in policies]
+    after_others += [figures_of_latest.at_1x(figures_of_latest.LATER, name)[8]["turns_per_second"] for name in policies]
+    yield "right after other chats {:.2f} against {:.2f}, and {:.2f} against {:.2f} with".format(*after_others)
     fewer = {regime: pair for regime, pair in turns.items() if regime[0] < 1 and float(pair[0]) < float(pair[1])}
     worst = min(fewer, key=lambda regime: float(fewer[regime][0]) / float(fewer[regime][1]))
     assert (len(fewer), worst) == (5, (0.5, 8))
@@ -186,6 +190,7 @@ def policies() -> Iterator[str]:
 
 
 def changes() -> Iterator[str]:
+    yield from figures_of_latest.together()
     hits = [row["host_hits_percent"] for row in result("policies")["rows"] if row["trace"] == "phases"]
     yield f"{max(of['adaptive'] - of['LRU'] for of in hits):.1f} points more on the smallest (`policies.json`)"
     missed = over_none("sglang_misses_h200")

@@ -10,13 +10,14 @@ from ..types import BlockHash
 
 _LEAST = 64  # nodes; a shorter path is matched by one comparison
 _PATHS = 16
-"""Remembered at a time. Requests that run and wait are matched with, and most of what begins with the same block."""
+"""Remembered at a time, of each first block the last one. Prompts with the same first block share a part of it."""
 
 
 class RecentPaths:
     """Of one tree. A hash names its block and all in front of it, and a node stays for as long as one behind it does.
-    So where a path still has a node it has all in front of that, and the last one that it shares with a prompt is found
-    by looking at a few: whether each row has the same hash still, and has been another node's in between."""
+    So where a node of a path is still there, all in front of it are, and a binary search finds the last one that the
+    path shares with a prompt. A node is still there if its row has the hash of before and was not given to a new node
+    since."""
 
     def __init__(self, known: Sequence[BlockHash | None], added: array[int]) -> None:
         """Columns of the tree: hashes, None where there is no node, and in which addition of nodes a row became one."""
@@ -39,7 +40,8 @@ class RecentPaths:
         return nodes[: bisect_left(range(most), True, key=is_other)]
 
     def remember(self, hashes: Sequence[BlockHash], nodes: list[int], num_additions: int) -> None:
-        """`nodes`, which nobody may change any more, are the first of `hashes` after so many additions of nodes."""
+        """`nodes`, a list that nobody may change any more, are those of the first of `hashes` after so many additions
+        of nodes. `hashes` is not empty."""
         if len(nodes) <= _LEAST:
             return
         self._paths.pop(hashes[0], None)

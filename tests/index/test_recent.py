@@ -54,6 +54,23 @@ def test_a_match_is_what_a_look_up_of_each_hash_finds(seed: int) -> None:
     tree.check()
 
 
+def test_a_path_that_has_come_again_in_other_rows_is_matched_there() -> None:
+    """All but its first block have their rows of before: the last one looks as if nothing had changed."""
+    tree, hashes = PrefixTree(max_remembered=_BLOCKS), hashes_of(1, 0, 0, _BLOCKS)
+    before = tree.insert_path(hashes, 0.0)
+    tree.settle(before)
+    assert tree.match(hashes) == before
+    tree.max_remembered = 0
+    (last_free,) = tree.insert_path(hashes_of(2, 0, 0, 1), 1.0)
+    tree.settle([last_free])
+    while tree.nodes():
+        tree.settle([])
+    tree.max_remembered = 2 * _BLOCKS
+    again = [*tree.insert_path(hashes[:1], 2.0), *tree.insert_path(hashes_of(3, 0, 0, 1), 2.0)]
+    assert again == [last_free, before[0]]
+    assert tree.insert_path(hashes, 2.0) == [last_free, *before[1:]] == tree.match(hashes)
+
+
 def test_who_changes_what_a_match_returned_changes_no_later_match() -> None:
     tree, hashes = PrefixTree(), hashes_of(1, 0, 0, _BLOCKS)
     nodes = tree.insert_path(hashes, 0.0)
@@ -71,6 +88,24 @@ def test_no_more_paths_are_remembered_than_requests_ask_with() -> None:
         tree.insert_path(hashes, 0.0)
         assert tree.match(hashes) == tree.match(hashes)
     assert len(tree._recent._paths) == 16
+
+
+def test_a_prompt_that_waits_is_matched_by_what_was_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by comparing all of its hashes, however many other prompts come meanwhile."""
+    tree, extended = PrefixTree(max_remembered=1 << 20), PrefixTree._extended
+    begun_with: list[int] = []
+
+    def watched(nodes: list[int], hashes: list[BlockHash]) -> list[int]:
+        begun_with.append(len(nodes))
+        return extended(tree, nodes, hashes)
+
+    monkeypatch.setattr(tree, "_extended", watched)
+    waits = hashes_of(0, 0, 0, _BLOCKS)
+    for document in range(40):
+        hashes = hashes_of(document, 0, 0, _BLOCKS)
+        tree.insert_path(hashes, 0.0)
+        assert len(tree.match(hashes)) == len(tree.match(waits)) == _BLOCKS
+    assert begun_with[1::2] == [_BLOCKS] * 40
 
 
 class Counted(list[BlockHash | None]):

@@ -20,6 +20,9 @@ _LIGHT = 16
 """Tokens that are loaded for one that is computed, in a light step. An 8B model computes a token of a prompt in 27 us
 and loads one in 2.4 (H200, bf16); larger ones have more to compute for each byte of their cache. With a sixteenth of
 the tokens to compute, their layers wait for the link."""
+_MOST_LONGER = 2.0
+"""Times the blocks that others load in the same step. They wait for this load as well: a longer one costs them more
+than they gain by beginning together."""
 
 
 def is_light(loads: Sequence[CopyJob], block_size: int, num_computed_tokens: int) -> bool:
@@ -27,11 +30,6 @@ def is_light(loads: Sequence[CopyJob], block_size: int, num_computed_tokens: int
     what they take."""
     num_loaded_tokens = sum(job.num_blocks for job in loads) * block_size
     return 0 < num_loaded_tokens >= _LIGHT * num_computed_tokens
-
-
-_MOST_LONGER = 2.0
-"""Times what those that begin in a step load already: a load of more blocks keeps them waiting for longer than what
-they are spared by beginning together."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +70,7 @@ class LoadPlanner:
         self._reading: dict[int, BackgroundLoad] = {}  # by host block that is read in the background
         self._background: dict[int, BackgroundLoad] = {}  # by job, in the order of the link
         self._busy_until = 0.0  # the link, with loads in the background
-        self._num_in_step = 0  # blocks that the step loads which is being planned
+        self._num_in_step = 0  # blocks that are loaded in the step that is being planned
         self._reported_step = 0
         self._planned: deque[tuple[int, float]] = deque()  # steps with loads in the background, and when
         self._expected_seconds = 0.0  # of those that ended since the last observation
@@ -141,7 +139,7 @@ class LoadPlanner:
         return mode
 
     def load_in_step(self, num_blocks: int) -> None:
-        """So many more are loaded in the step that is being planned."""
+        """So many more blocks are loaded in the step that is being planned, until `announce`."""
         self._num_in_step += num_blocks
 
     def reserve(self, host_ids: Sequence[int], may_announce: bool = True) -> BackgroundLoad:

@@ -137,10 +137,10 @@ class LoadEstimate:
         """How `num_blocks` blocks come to the device, which save computing `num_hit_tokens`.
 
         `num_others`: requests that have blocks on the device. `coalesced_seconds`: until another's load of the same
-        prefix ends; None where there is none. `counts_blocks`: for how long each has its blocks is what counts, as
-        requests wait for some, or as all others begin in this step, too: nobody decodes, and what begins together is
-        launched once. To launch a step that computes prompts took 28 ms, and one that decodes 2 (vLLM 0.32, 8B model,
-        H200 with 16 cores, 2026-11-28).
+        prefix ends; None where there is none. `counts_blocks`: what counts is for how long requests hold device blocks
+        that nobody computes on, and not the stall alone. That is so where requests wait for blocks, and where all
+        others begin in this step, too: nobody decodes, and one step is launched for all of them. To launch a step that
+        computes prompts took 28 ms, and one that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28).
         """
         load, recompute = self._loading.seconds(num_blocks), self.recompute_seconds(num_hit_tokens)
         if coalesced_seconds is not None:

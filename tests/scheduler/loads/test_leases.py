@@ -229,16 +229,20 @@ def test_what_was_computed_behind_a_load_is_known_until_that_one_ends() -> None:
 
 
 def test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended() -> None:
-    """The engine has given the blocks to another request in between, whose load fails. Others end before."""
+    """The engine has given the blocks to another request in between, whose load fails. A load of blocks of its own
+    begins behind it, and others end before."""
     half, blocks, jobs = two_loads()
-    save(half, Asked("warm", [6] * 9), first_block=60)
-    late = Asked("late", [6] * 9)
-    assert half.get_num_new_matched_tokens(late, 0) == (8, False)
-    half.update_state_after_alloc(late, [[0, 1, 2]], 0, 8)
-    (job,) = run(half).loads
+    loads: list[CopyJob] = []
+    for number, first in ((6, 0), (7, 20)):
+        save(half, Asked("warm", [number] * 9), first_block=10 * number)
+        late = Asked(f"late {number}", [number] * 9)
+        assert half.get_num_new_matched_tokens(late, 0) == (8, False)
+        half.update_state_after_alloc(late, [[first, first + 1, first + 2]], 0, 8)
+        loads += run(half).loads
+        half.request_finished(late)
+    job, _ = loads
     end(half, jobs[1])
     end(half, jobs[0])
-    half.request_finished(late)
     share(half, [6] * 9, 0)
     lose(half, [job])
     assert blocks.forgotten == {0, 1, 2, 70}
@@ -349,3 +353,18 @@ def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_
     report(half, plan)
     half.request_finished(requests[1])
     assert half.get_num_new_matched_tokens(requests[2], 0) == (8, True)
+
+
+def test_what_is_loaded_in_the_background_is_not_loaded_in_the_step_beside_others_that_begin() -> None:
+    """Of three that begin in one step, the first without a hit: no load of the step makes it wait for the others'."""
+    half, _ = make_half()
+    prompts = [[number] * 10 for number in range(3)]
+    for number, prompt in enumerate(prompts[1:]):
+        save(half, Asked(f"warm {number}", prompt), first_block=3 * number)
+    half._loads.estimate.observe_load(2, 1.0)  # blocks of a hit
+    half._loads.estimate._prefill.observe(8, 2.0)  # which computing takes longer for
+    for number, prompt in enumerate(prompts):
+        request = Asked(f"{number}", prompt)
+        hit = half.get_num_new_matched_tokens(request, 0)
+        assert hit == ((8, True) if number else (0, False))
+        half.update_state_after_alloc(request, [[20 + 3 * number + block for block in range(3)]], 0, hit[0])

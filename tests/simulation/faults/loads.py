@@ -177,6 +177,12 @@ LOADS: tuple[Mutant, ...] = (
         tested(f"{_GONE}::test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended"),
     ),
     Mutant(
+        "shared-by-the-last-alone",
+        "that two loads fill a block is forgotten as soon as a load begins whose blocks are its own",
+        (Patch(_LEASES, "self._are_shared |= not", "self._are_shared = not"),),
+        tested(f"{_GONE}::test_of_two_loads_to_the_same_blocks_the_second_is_still_under_way_when_the_first_has_ended"),
+    ),
+    Mutant(
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
         (Patch(_CHOICE, "found_no_room or begin_together", "found_no_room"),),
@@ -208,6 +214,20 @@ LOADS: tuple[Mutant, ...] = (
         ),
         tested(
             f"{_TESTS}::test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads"
+        ),
+    ),
+    Mutant(
+        "in-the-step-beside-it",
+        "a load in the background counts as one of the step, and others are loaded in it for its sake",
+        (
+            Patch(
+                _LEASES,
+                "        else:\n            self._planner.load_in_step(len(lease.host_ids))\n",
+                "        self._planner.load_in_step(len(lease.host_ids))\n",
+            ),
+        ),
+        tested(
+            f"{_GONE}::test_what_is_loaded_in_the_background_is_not_loaded_in_the_step_beside_others_that_begin",
         ),
     ),
     Mutant(

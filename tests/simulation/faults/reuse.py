@@ -39,7 +39,19 @@ REUSE: tuple[Mutant, ...] = (
         "matched-in-new-rows",
         "a path that was matched before still has a row that was forgotten and has become the same block's again",
         (Patch(_RECENT, "added[node] > num_additions or known[node]", "known[node]"),),
-        tested(_MATCHED_AGAIN),
+        tested(f"{_MATCHES}::test_a_path_that_has_come_again_in_other_rows_is_matched_there"),
+    ),
+    Mutant(
+        "never-matched-again",
+        "all hashes of a prompt that waits are compared at each step",
+        (Patch(_TREE, "self._recent.shared(hashes) or [node]", "[node]"),),
+        tested(f"{_MATCHES}::test_a_prompt_that_waits_is_matched_by_what_was_remembered"),
+    ),
+    Mutant(
+        "remembered-by-age",
+        "of the prompts that wait the oldest is matched hash by hash, as others have come behind it",
+        (Patch(_RECENT, "        self._paths.pop(hashes[0], None)\n", ""),),
+        tested(f"{_MATCHES}::test_a_prompt_that_waits_is_matched_by_what_was_remembered"),
     ),
     Mutant(
         "matched-by-length",
