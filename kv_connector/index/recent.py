@@ -10,7 +10,8 @@ from ..types import BlockHash
 
 _LEAST = 64  # nodes; a shorter path is matched by one comparison
 _PATHS = 16
-"""Remembered at a time, of each first block the last one. Prompts with the same first block share a part of it."""
+"""Remembered at a time. Each is found by its prompt's last block, as that prompt comes again while it waits, and by its
+first block, the last such path, as other prompts share a part of it: a system prompt, or all but the end."""
 
 
 class RecentPaths:
@@ -23,11 +24,13 @@ class RecentPaths:
         """Columns of the tree: hashes, None where there is no node, and in which addition of nodes a row became one."""
         self._known = known
         self._added = added
-        self._paths: dict[BlockHash, tuple[list[int], int]] = {}  # by their first hash: nodes, additions by then
+        self._paths: dict[BlockHash, tuple[list[int], int]] = {}  # by two hashes each: nodes, additions by then
 
     def shared(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """The nodes of a prefix of `hashes`, which is not empty: the longest one that lies on a remembered path."""
-        nodes, num_additions = self._paths.get(hashes[0], ([], 0))
+        """The nodes of a prefix of `hashes`, which is not empty: the longest one that lies on the path of the same
+        prompt, or else of the last one with the same first block."""
+        paths = self._paths
+        nodes, num_additions = paths.get(hashes[-1]) or paths.get(hashes[0]) or ([], 0)
         known, added = self._known, self._added
 
         def is_other(index: int) -> bool:
@@ -44,7 +47,8 @@ class RecentPaths:
         of nodes. `hashes` is not empty."""
         if len(nodes) <= _LEAST:
             return
-        self._paths.pop(hashes[0], None)
-        self._paths[hashes[0]] = nodes, num_additions
-        if len(self._paths) > _PATHS:
+        for name in (hashes[0], hashes[-1]):
+            self._paths.pop(name, None)
+            self._paths[name] = nodes, num_additions
+        while len(self._paths) > 2 * _PATHS:
             del self._paths[next(iter(self._paths))]

@@ -87,10 +87,12 @@ def test_no_more_paths_are_remembered_than_requests_ask_with() -> None:
         hashes = hashes_of(document, 0, 0, _BLOCKS)
         tree.insert_path(hashes, 0.0)
         assert tree.match(hashes) == tree.match(hashes)
-    assert len(tree._recent._paths) == 16
+    paths = tree._recent._paths.values()
+    assert len({id(nodes) for nodes, _ in paths}) == 16 and len(paths) == 32
 
 
-def test_a_prompt_that_waits_is_matched_by_what_was_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", ["of other documents", "with the same first block"])
+def test_a_prompt_that_waits_is_matched_by_what_was_remembered(others: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And not by comparing all of its hashes, however many other prompts come meanwhile."""
     tree, extended = PrefixTree(max_remembered=1 << 20), PrefixTree._extended
     begun_with: list[int] = []
@@ -101,11 +103,23 @@ def test_a_prompt_that_waits_is_matched_by_what_was_remembered(monkeypatch: pyte
 
     monkeypatch.setattr(tree, "_extended", watched)
     waits = hashes_of(0, 0, 0, _BLOCKS)
-    for document in range(40):
-        hashes = hashes_of(document, 0, 0, _BLOCKS)
+    for number in range(40):
+        hashes = (
+            hashes_of(number, 0, 0, _BLOCKS) if others == "of other documents" else hashes_of(0, number, 1, _BLOCKS)
+        )
+        tree.insert_path(waits, 0.0)
         tree.insert_path(hashes, 0.0)
         assert len(tree.match(hashes)) == len(tree.match(waits)) == _BLOCKS
-    assert begun_with[1::2] == [_BLOCKS] * 40
+    assert begun_with[3::2] == [_BLOCKS] * 39
+
+
+def test_a_part_of_a_prompt_is_matched_by_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As what can be loaded of it, and what is loaded in the end."""
+    tree, hashes = PrefixTree(), hashes_of(0, 0, 0, _BLOCKS)
+    nodes = tree.insert_path(hashes, 0.0)
+    assert tree.match(hashes) == nodes
+    monkeypatch.setattr(tree, "_extended", lambda begun, hashes: begun)
+    assert tree.match(hashes[:150]) == nodes[:150]
 
 
 class Counted(list[BlockHash | None]):

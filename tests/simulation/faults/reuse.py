@@ -50,8 +50,20 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "remembered-by-age",
         "of the prompts that wait the oldest is matched hash by hash, as others have come behind it",
-        (Patch(_RECENT, "        self._paths.pop(hashes[0], None)\n", ""),),
+        (Patch(_RECENT, "            self._paths.pop(name, None)\n", ""),),
         tested(f"{_MATCHES}::test_a_prompt_that_waits_is_matched_by_what_was_remembered"),
+    ),
+    Mutant(
+        "matched-by-the-first-block-alone",
+        "prompts with the same system prompt are matched hash by hash, as each is looked for on the path of another",
+        (Patch(_RECENT, "paths.get(hashes[-1]) or paths.get(hashes[0])", "paths.get(hashes[0])"),),
+        tested(f"{_MATCHES}::test_a_prompt_that_waits_is_matched_by_what_was_remembered"),
+    ),
+    Mutant(
+        "matched-by-the-last-block-alone",
+        "a part of a prompt is matched hash by hash, though all of it was matched before",
+        (Patch(_RECENT, "paths.get(hashes[-1]) or paths.get(hashes[0])", "paths.get(hashes[-1])"),),
+        tested(f"{_MATCHES}::test_a_part_of_a_prompt_is_matched_by_all_of_it"),
     ),
     Mutant(
         "matched-by-length",
