@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from integration.figures.markdown import marked
-from tests.figures_of_latest import OLDER, over_two_peers
+from tests.figures_of_latest import LATER, OLDER, over_two_peers
 from tests.figures_of_sglang import alone_over_hicache
 from tests.kept_results import by_regime, goal, least_over_none, over_none, result
 
@@ -21,7 +21,9 @@ def policies() -> Iterator[str]:
 
 
 def losses() -> Iterator[str]:
-    yield f"had {over_two_peers()} times the turns of the better of two peers on another host"
+    which = "turns_over_best_of_3_peers_host_1x_answers_8_vllm_0320"
+    yield f"chats in vLLM behind others had {marked(result(LATER)['claims'][which])} of LMCache's turns (778f943)"
+    yield f"had {over_two_peers()} times the turns of the better of two peers"
     which = "ours_host_hit_over_offloading_32768"
     asked = goal(OLDER, which)
     yield f"took {marked(result(OLDER)['claims'][which])} of OffloadingConnector's time (e8175df, goal {asked})"
