@@ -58,17 +58,22 @@ def on_other_hosts() -> Iterator[str]:
     yield "took {}, {} and {} of HiCache's time".format(*alone_over_hicache(3))
 
 
+def num_turns(row: Row) -> float:
+    """Of a window, its lead included, by the rate of what counts."""
+    return float(row["turns_per_second"] * (row["lead"] + row["seconds"]))
+
+
 def prompt_steps(row: Row) -> float:
     """Steps that compute a prompt, for each turn."""
     steps: int = row["phases"]["steps"] - row["phases"]["decode_steps"]
-    return steps / (row["turns_per_second"] * (row["lead"] + row["seconds"]))
+    return steps / num_turns(row)
 
 
 def calls_ms(row: Row) -> float:
     """Of a connector's calls in the engine's thread, for each turn."""
     phases = row["phases"]
     of_a_step: float = sum(ms for which, ms in phases.items() if which.startswith("call_"))
-    return of_a_step * phases["steps"] / (row["turns_per_second"] * (row["lead"] + row["seconds"]))
+    return of_a_step * float(phases["steps"]) / num_turns(row)
 
 
 def many(rows: Iterable[Row]) -> str:
@@ -84,8 +89,9 @@ def by_regime_now() -> Iterator[str]:
     ahead = sorted(ratio for regime, ratio in over.items() if regime not in missed)
     yield f"**Ours had {ahead[0]:.2f} to {ahead[-1]:.2f} times the best peer's turns in four of these, and misses"
     yield "ours would have had {:.2f}, {:.2f} and {:.2f} times the turns there".format(*over_peers_of_before())
-    ours, peer = (
-        {(row["host_share"], row["answer"]): row for row in windows(TOGETHER, n)} for n in ("ours", "lmcache")
+    ours, peer, simple = (
+        {(row["host_share"], row["answer"]): row for row in windows(TOGETHER, name)}
+        for name in ("ours", "lmcache", "simple")
     )
     yield f"LMCache had {many(peer.values())} steps with prompts for each turn"
     yield f"Ours had {many(at_1x(LATER, 'ours').values())} at 778f943"
@@ -107,9 +113,9 @@ def by_regime_now() -> Iterator[str]:
     yield "whose calls took the engine's thread {:.0f} and {:.0f} ms of each turn, and ours {:.0f} and {:.0f}".format(
         *calls
     )
-    (simple,) = (row for row in windows(TOGETHER, "simple") if (row["host_share"], row["answer"]) == (2, 8))
-    assert simple["phases"]["loading_share"] == 1 and simple["turns_per_second"] < peer[2, 8]["turns_per_second"]
-    yield f"had {prompt_steps(simple):.2f} of them for each turn at 2x, of {computing_step_ms(simple['phases']):.0f} ms"
+    beside = simple[2, 8]
+    assert beside["phases"]["loading_share"] == 1 and beside["turns_per_second"] < peer[2, 8]["turns_per_second"]
+    yield f"had {prompt_steps(beside):.2f} of them for each turn at 2x, of {computing_step_ms(beside['phases']):.0f} ms"
     both = (
         f"took {eager['phases']['decode_step_ms']:.2f} with `write_through` and {usual['decode_step_ms']:.2f} with ours"
     )

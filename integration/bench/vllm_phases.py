@@ -149,9 +149,8 @@ class VllmPhases:
             times.scheduled = times.scheduled or now
 
     def _on_execute(self, name: str, args: tuple[Any, ...], output: Any, begin: float) -> None:
-        plan = self._plans[-1] if self._plans else None
-        if plan is not None and plan.num_requests:
-            self._launches[plan.only_decodes].append(time.perf_counter() - begin)
+        if self._plans and self._plans[-1].num_requests:
+            self._launches[self._plans[-1].only_decodes].append(time.perf_counter() - begin)
 
     def _on_call(self, name: str, args: tuple[Any, ...], result: Any, begin: float) -> None:
         now = time.perf_counter()

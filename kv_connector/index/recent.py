@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from ..types import BlockHash
 
-_LEAST = 64  # nodes; a shorter path is matched by one comparison
 _PATHS = 16
 """Remembered at a time. Each is found by its prompt's last block, as that prompt comes again while it waits, and by its
 first block, the last such path, as other prompts share a part of it: a system prompt, or all but the end."""
@@ -45,8 +44,6 @@ class RecentPaths:
     def remember(self, hashes: Sequence[BlockHash], nodes: list[int], num_additions: int) -> None:
         """`nodes`, a list that nobody may change any more, are those of the first of `hashes` after so many additions
         of nodes. `hashes` is not empty."""
-        if len(nodes) <= _LEAST:
-            return
         for name in (hashes[0], hashes[-1]):
             self._paths.pop(name, None)
             self._paths[name] = nodes, num_additions

@@ -113,7 +113,8 @@ class PrefixTree:
         return compress(self._hash, is_in.tobytes())  # type: ignore[arg-type]  # None is the root's and of free rows
 
     def match(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Nodes of the longest known prefix of `hashes`, wherever their copies are; changes nothing.
+        """Nodes of the longest known prefix of `hashes`, wherever their copies are; changes nothing but what is
+        remembered of paths (`RecentPaths`), with which a long prompt that was matched lately begins.
 
         A prefix that was inserted at once lies in neighbouring rows, so the next rows are tried before the dictionary,
         many by one comparison: a hash is looked at in no time of Python's, and a large tree's cache misses are saved.
@@ -124,7 +125,8 @@ class PrefixTree:
         if len(hashes) <= _STRETCH:
             return self._extended([node], hashes)
         nodes = self._extended(self._recent.shared(hashes) or [node], hashes)
-        if self.depth[nodes[-1]] - self.depth[node] == len(nodes) - 1:  # they follow one another
+        follow_one_another = self.depth[nodes[-1]] - self.depth[node] == len(nodes) - 1
+        if follow_one_another and len(nodes) > _STRETCH:  # a shorter path is matched by one comparison
             self._recent.remember(hashes, nodes, self._num_additions)
         return nodes[:]
 
@@ -391,13 +393,10 @@ class PrefixTree:
         none = array("i", [NONE]) * num_rows
         for ids in (self.parent, self.depth, *self.block):
             ids.extend(none)
-        for floats in (self.used, self.visits):
-            floats.frombytes(zeros * floats.itemsize)
-        for counts in (self.visited, self._added):
-            counts.frombytes(zeros * counts.itemsize)
+        numbers: tuple[array[Any], ...] = (self.used, self.hits, self.visits, self.visited, self._added, self.pins)
+        for column_of in (*numbers, self._keeps, *self.kids):
+            column_of.frombytes(zeros * column_of.itemsize)
         self.asked.extend(array("q", [NONE]) * num_rows)
-        for counts in (self.hits, self.pins, self._keeps, *self.kids):
-            counts.frombytes(zeros * counts.itemsize)
         self.inside += zeros
         self.terms.grow(num_rows)
         self._hash.extend([None] * num_rows)

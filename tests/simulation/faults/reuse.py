@@ -74,7 +74,7 @@ REUSE: tuple[Mutant, ...] = (
     Mutant(
         "matched-apart",
         "blocks that follow nothing are remembered as a path: of those in front of one that stays some have gone",
-        (Patch(_TREE, "if self.depth[nodes[-1]] - self.depth[node] == len(nodes) - 1:", "if True:"),),
+        (Patch(_TREE, "if follow_one_another and", "if"),),
         tested(_MATCHED_AGAIN),
     ),
     Mutant(
