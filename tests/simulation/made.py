@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -28,6 +29,11 @@ def violations(outcomes: Iterable[Outcome]) -> list[tuple[int, str]]:
 def as_drawn(rng: object, configs: Any) -> Any:
     """A choice that changes nothing."""
     return configs
+
+
+def undisturbed(engine: config.EngineConfig, **choices: Any) -> config.EngineConfig:
+    """With these choices: its host is ready at once, its saves have no limit, and no process of its ranks stalls."""
+    return replace(engine, save_bandwidth=0, host_ready_seconds=0.0, stalls=0.0, **choices)
 
 
 def simulate_models(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from kv_connector.scheduler.loads.rates import LoadEstimate, LoadMode, Rate
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import of_model, simulate_models, violations
+from tests.simulation.made import of_model, simulate_models, undisturbed, violations
 from tests.simulation.workload import Action
 
 SEEDS = range(24)
@@ -57,7 +56,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def draw_engines(rng: random.Random) -> list[EngineConfig]:
     """One, with room for some requests at a time."""
     return [
-        replace(
+        undisturbed(
             drawn.draw(rng),
             layer_groups=(drawn.LayerGroup(),),
             num_device_blocks=rng.choice([24, 48]),
@@ -66,9 +65,6 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
             load_choice=LoadChoice.AUTO,
             max_running=rng.choice([2, 4, 8]),
             max_step_tokens=rng.choice([48, 200]),
-            save_bandwidth=0,
-            host_ready_seconds=0.0,
-            stalls=0.0,
         )
     ]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,7 @@ from kv_connector.config import LoadChoice, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import of_model, simulate_models, violations
+from tests.simulation.made import of_model, simulate_models, undisturbed, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
@@ -27,19 +26,15 @@ POLICIES = [WritePolicy.WRITE_THROUGH, WritePolicy.WRITE_THROUGH, WritePolicy.WR
 
 def draw_engines(rng: random.Random) -> list[EngineConfig]:
     """One, whose host holds more than its device."""
-    config = drawn.draw(rng)
     return [
-        replace(
-            config,
+        undisturbed(
+            drawn.draw(rng),
             layer_groups=(drawn.LayerGroup(),),
             num_device_blocks=rng.choice([14, 20]),
             num_host_blocks=rng.choice([24, 100, 200]),
             write_policy=rng.choice(POLICIES),
             load_choice=rng.choice([LoadChoice.ASYNC, LoadChoice.SYNC]),
             max_step_tokens=rng.choice([8, 16]),
-            save_bandwidth=0,
-            host_ready_seconds=0.0,
-            stalls=0.0,
         )
     ]
 

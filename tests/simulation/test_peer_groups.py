@@ -7,7 +7,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -15,7 +14,7 @@ from kv_connector.config import LoadChoice, PeerRole, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
-from tests.simulation.made import simulate_models, violations
+from tests.simulation.made import simulate_models, undisturbed, violations
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
 
@@ -30,15 +29,13 @@ pytestmark = pytest.mark.timeout(1500)  # all worlds at once: 2 to 4 minutes on 
 
 def draw_engines(rng: random.Random) -> list[EngineConfig]:
     """Two or three of one shape: one computes prompts, one goes on with them, one may do both."""
-    config = drawn.draw(rng)
-    config = replace(config, layer_groups=(drawn.LayerGroup(),), stalls=0.0, host_ready_seconds=0.0, save_bandwidth=0)
+    config = undisturbed(drawn.draw(rng), layer_groups=(drawn.LayerGroup(),))
     port = rng.choice([0, 20, 20])
     engines = []
     for index in range(rng.choice([2, 2, 3])):
-        own = drawn.draw(rng, config)
         engines.append(
-            replace(
-                own,
+            undisturbed(
+                drawn.draw(rng, config),
                 role=ROLES[index],
                 port=port and 7000 + port * index,
                 deadline_ms=rng.choice([1000, 3000]),
@@ -47,9 +44,6 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
                 max_step_tokens=rng.choice([8, 16, 48]),
                 write_policy=rng.choice([WritePolicy.WRITE_THROUGH, WritePolicy.ADAPTIVE]),
                 load_choice=rng.choice([LoadChoice.ASYNC, LoadChoice.SYNC]),
-                stalls=0.0,
-                host_ready_seconds=0.0,
-                save_bandwidth=0,
             )
         )
     return engines

@@ -16,7 +16,7 @@ from kv_connector.config import LoadChoice, PeerRole, WritePolicy
 from tests.simulation import config as drawn
 from tests.simulation import outside, workload
 from tests.simulation.config import EngineConfig, LayerGroup
-from tests.simulation.made import as_drawn, simulate_made, violations
+from tests.simulation.made import as_drawn, simulate_made, undisturbed, violations
 from tests.simulation.peers import CARRIERS
 from tests.simulation.workload import Action
 from tests.simulation.world import Outcome
@@ -50,7 +50,7 @@ def run(seed: int, carrier: str = "") -> Outcome:
         config = replace(drawn.draw(rng), layer_groups=groups)
         port = rng.choice([0, 20, 20])
         return [
-            replace(
+            undisturbed(
                 drawn.draw(rng, config),
                 role=ROLES[index],
                 num_ranks=sizes[index],
@@ -64,9 +64,6 @@ def run(seed: int, carrier: str = "") -> Outcome:
                 max_step_tokens=rng.choice([8, 16, 48]),
                 write_policy=rng.choice([WritePolicy.WRITE_THROUGH, WritePolicy.ADAPTIVE]),
                 load_choice=rng.choice([LoadChoice.ASYNC, LoadChoice.SYNC]),
-                stalls=0.0,
-                host_ready_seconds=0.0,
-                save_bandwidth=0,
             )
             for index in range(2)
         ]
