@@ -13,7 +13,7 @@ import pytest
 
 from kv_connector.config import LoadChoice, WritePolicy
 from kv_connector.scheduler.loads.choice import LoadPlanner
-from kv_connector.scheduler.loads.rates import LoadEstimate, LoadMode, Rate
+from kv_connector.scheduler.loads.rates import HitLoad, LoadEstimate, LoadMode, Rate
 from tests.simulation import config as drawn
 from tests.simulation import workload
 from tests.simulation.config import EngineConfig
@@ -41,10 +41,10 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         begin(estimate, max_stall_seconds)
         estimate._loading, estimate._prefill = Known(value=100.0), Known(value=200.0)
 
-    def count(planner: LoadPlanner, request_id: str, *asked: Any) -> LoadMode:
-        is_first, (num_others, num_beginning) = request_id not in planner._asked, (asked[3], asked[6])
-        mode = choose(planner, request_id, *asked)
-        if is_first and num_beginning >= num_others > 0:
+    def count(planner: LoadPlanner, request_id: str, hit: HitLoad, *rest: Any) -> LoadMode:
+        is_first = request_id not in planner._asked
+        mode = choose(planner, request_id, hit, *rest)
+        if is_first and hit.num_beginning >= hit.num_others > 0:
             met[mode.value] += 1
         return mode
 

@@ -8,7 +8,7 @@ from ..companions import Companions
 from ..requests import RequestTable, num_blocks_of
 from ..shared import Shared
 from .choice import LoadPlanner
-from .rates import LoadMode
+from .rates import HitLoad, LoadMode
 
 
 class Answers:
@@ -58,14 +58,15 @@ class Answers:
         if self._loads.any_in_background:
             hit = self._lookup.hit(request.block_hashes, first, min(num_blocks, self._grouped.hashes_per_hit))
             first_blocks = self._shared.host.blocks_of(hit.nodes[0])
-        num_hit, num_copies = num_blocks * size, self._lookup.num_copies(first, num_blocks)
-        num_new = request.num_tokens - num_computed_tokens - num_hit
-        others = len(self._requests) - (request.request_id in self._requests)
-        may_wait = not self._shared.ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
-        beginning = self._requests.num_beginning
-        return self._loads.choose(
-            request.request_id, num_copies, num_hit, num_new, others, first_blocks, may_wait, beginning
+        load = HitLoad(
+            num_blocks=self._lookup.num_copies(first, num_blocks),
+            num_hit_tokens=num_blocks * size,
+            num_new_tokens=request.num_tokens - num_computed_tokens - num_blocks * size,
+            num_others=len(self._requests) - (request.request_id in self._requests),
+            num_beginning=self._requests.num_beginning,
         )
+        may_wait = not self._shared.ledger.has_failed(request.request_id) and self._has_room_to_wait(request)
+        return self._loads.choose(request.request_id, load, first_blocks, may_wait)
 
     def _has_room_to_wait(self, request: Request) -> bool:
         """Whether all that wait for loads, and this one, could begin anew at once.

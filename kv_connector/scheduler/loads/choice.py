@@ -14,7 +14,7 @@ from ...config import Config, LoadChoice
 from ...metrics import CacheMetrics
 from ...types import CopyJob
 from ..watchdog import OVERDUE_SECONDS
-from .rates import LoadEstimate, LoadMode
+from .rates import HitLoad, LoadEstimate, LoadMode
 
 _LIGHT = 16
 """Tokens that are loaded for one that is computed, in a light step. An 8B model computes a token of a prompt in 27 us
@@ -86,30 +86,19 @@ class LoadPlanner:
         load = self._coalesced.get(request_id)
         return load is not None and not load.is_over and not self._is_overdue(load)
 
-    def choose(
-        self,
-        request_id: str,
-        num_blocks: int,
-        num_hit_tokens: int,
-        num_new_tokens: int,
-        num_others: int,
-        first_blocks: Sequence[int],
-        may_wait: bool = True,
-        num_beginning: int = 0,
-    ) -> LoadMode:
-        """How this hit comes to the device. `num_others`: requests that have blocks there, of which `num_beginning`
-        were admitted to the step that is being planned. `first_blocks`: host blocks of the first group where the hit
-        begins. A request that asks again has found no room on the device. One that may not wait, since it has waited in
-        vain, is loaded in the step or computed: an engine may refuse blocks to a request that waits for as long as
-        others behind it hold theirs, and those may have waited in vain, too."""
+    def choose(self, request_id: str, hit: HitLoad, first_blocks: Sequence[int], may_wait: bool = True) -> LoadMode:
+        """How this hit comes to the device. `first_blocks`: host blocks of the first group where it begins. A request
+        that asks again has found no room on the device. One that may not wait, since it has waited in vain, is loaded
+        in the step or computed: an engine may refuse blocks to a request that waits for as long as others behind it
+        hold theirs, and those may have waited in vain, too."""
         load = self._reading.get(first_blocks[0]) if first_blocks else None
         if load is not None and self._is_overdue(load):
             load = None
         before = self._asked.get(request_id)
         found_no_room = before not in (None, LoadMode.COALESCED)
-        begin_together = num_beginning >= num_others and num_blocks <= _MOST_LONGER * self._num_in_step
-        counts_blocks = found_no_room or begin_together
-        mode = self._choose(num_blocks, num_hit_tokens, num_new_tokens, num_others, load, counts_blocks)
+        all_begin = hit.num_beginning >= hit.num_others
+        begin_together = all_begin and hit.num_blocks <= _MOST_LONGER * self._num_in_step
+        mode = self._choose(hit, load, found_no_room or begin_together)
         if mode is LoadMode.ASYNC and not may_wait:
             mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
         self._asked[request_id] = mode
@@ -139,7 +128,8 @@ class LoadPlanner:
         return mode
 
     def load_in_step(self, num_blocks: int) -> None:
-        """So many more blocks are loaded in the step that is being planned, until `announce`."""
+        """So many more blocks, or fewer where it is less than 0, are loaded in the step that is being planned, until
+        `announce`."""
         self._num_in_step += num_blocks
 
     def reserve(self, host_ids: Sequence[int], may_announce: bool = True) -> BackgroundLoad:
@@ -263,15 +253,7 @@ class LoadPlanner:
     def _is_overdue(self, load: BackgroundLoad) -> bool:
         return self._clock() - load.reserved_at > OVERDUE_SECONDS
 
-    def _choose(
-        self,
-        num_blocks: int,
-        num_hit: int,
-        num_new: int,
-        num_others: int,
-        load: BackgroundLoad | None,
-        counts_blocks: bool,
-    ) -> LoadMode:
+    def _choose(self, hit: HitLoad, load: BackgroundLoad | None, counts_blocks: bool) -> LoadMode:
         if self._choice is LoadChoice.SYNC and self._fails_by_block:
             mode = LoadMode.SYNC
         elif self._choice is not LoadChoice.AUTO:
@@ -280,5 +262,5 @@ class LoadPlanner:
             coalesced_seconds = None if load is None else 0.0
             if load is not None and load.expected_end is not None:
                 coalesced_seconds = max(0.0, load.expected_end - self._clock())
-            mode = self.estimate.choose(num_blocks, num_hit, num_new, num_others, coalesced_seconds, counts_blocks)
+            mode = self.estimate.choose(hit, coalesced_seconds, counts_blocks)
         return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode

@@ -87,7 +87,9 @@ class LoadLeases:
         """The request has lost its blocks before the load was planned."""
         self._shared.pool.free_blocks(lease.device_ids)
         self._shared.host.release(lease.host_ids)
-        if lease.background is not None:
+        if lease.background is None:
+            self._planner.load_in_step(-len(lease.host_ids))
+        else:
             self._planner.release(lease.background)
 
     def leave(self, request_id: str) -> None:

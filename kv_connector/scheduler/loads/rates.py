@@ -16,6 +16,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import Enum
 from statistics import median
+from typing import NamedTuple
 
 _SMOOTHING = 0.25  # share of a slower observation in a rate
 MOST_SKIPPED = 8
@@ -35,6 +36,16 @@ class LoadMode(Enum):
     ASYNC = "async"
     COALESCED = "coalesced"
     RECOMPUTE = "recompute"
+
+
+class HitLoad(NamedTuple):
+    """The load of a hit: what it takes and saves, and whom it may hold up."""
+
+    num_blocks: int  # to copy
+    num_hit_tokens: int  # of the prompt, that need not be computed then
+    num_new_tokens: int  # of the prompt, behind them
+    num_others: int  # requests that have blocks on the device
+    num_beginning: int = 0  # of these the ones that were admitted to the step that is being planned
 
 
 @dataclass(slots=True)
@@ -125,32 +136,24 @@ class LoadEstimate:
         """How long computing so many tokens takes; None where that is unknown."""
         return self._prefill.seconds(num_tokens)
 
-    def choose(
-        self,
-        num_blocks: int,
-        num_hit_tokens: int,
-        num_new_tokens: int,
-        num_others: int,
-        coalesced_seconds: float | None,
-        counts_blocks: bool = False,
-    ) -> LoadMode:
-        """How `num_blocks` blocks come to the device, which save computing `num_hit_tokens`.
+    def choose(self, hit: HitLoad, coalesced_seconds: float | None, counts_blocks: bool = False) -> LoadMode:
+        """How a hit comes to the device.
 
-        `num_others`: requests that have blocks on the device. `coalesced_seconds`: until another's load of the same
-        prefix ends; None where there is none. `counts_blocks`: what counts is for how long requests hold device blocks
-        that nobody computes on, and not the stall alone. That is so where requests wait for blocks, and where all
-        others begin in this step, too: nobody decodes, and one step is launched for all of them. To launch a step that
-        computes prompts took 28 ms, and one that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28).
+        `coalesced_seconds`: until another's load of the same prefix ends; None where there is none. `counts_blocks`:
+        what counts is for how long requests hold device blocks that nobody computes on, and not the stall alone. That
+        is so where requests wait for blocks, and where all others begin in this step, too: nobody decodes, and one step
+        is launched for all of them. To launch a step that computes prompts took 28 ms, and one that decodes 2 (vLLM
+        0.32, 8B model, H200 with 16 cores, 2026-11-28).
         """
-        load, recompute = self._loading.seconds(num_blocks), self.recompute_seconds(num_hit_tokens)
+        load, recompute = self._loading.seconds(hit.num_blocks), self.recompute_seconds(hit.num_hit_tokens)
         if coalesced_seconds is not None:
             return LoadMode.RECOMPUTE if recompute is not None and recompute < coalesced_seconds else LoadMode.COALESCED
         if load is None or recompute is None:
             return LoadMode.SYNC
         if recompute < load and self._num_skipped < MOST_SKIPPED:
             return LoadMode.RECOMPUTE
-        stall = load - (self._prefill.seconds(num_new_tokens) or 0.0)
-        if not num_others or stall <= self._max_stall:
+        stall = load - (self._prefill.seconds(hit.num_new_tokens) or 0.0)
+        if not hit.num_others or stall <= self._max_stall:
             return LoadMode.SYNC
-        holds_up_less = counts_blocks and stall * (1 + num_others) <= _IDLE * load
+        holds_up_less = counts_blocks and stall * (1 + hit.num_others) <= _IDLE * load
         return LoadMode.SYNC if holds_up_less else LoadMode.ASYNC

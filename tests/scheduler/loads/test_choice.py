@@ -7,7 +7,8 @@ import pytest
 
 from kv_connector.config import Config
 from kv_connector.metrics import CacheMetrics
-from kv_connector.scheduler.loads.choice import LoadEstimate, LoadMode, LoadPlanner, is_light
+from kv_connector.scheduler.loads.choice import LoadPlanner, is_light
+from kv_connector.scheduler.loads.rates import HitLoad, LoadEstimate, LoadMode
 from kv_connector.types import CopyJob, Direction
 
 
@@ -29,7 +30,7 @@ def choose(
     is_short: bool = False,
 ) -> LoadMode:
     """A hit of blocks of 16 tokens."""
-    return estimate.choose(blocks, 16 * blocks, new, others, coalesced, is_short)
+    return estimate.choose(HitLoad(blocks, 16 * blocks, new, others), coalesced, is_short)
 
 
 def teach(planner: LoadPlanner) -> None:
@@ -88,7 +89,7 @@ def test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes(
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
     planner.load_in_step(100)
-    assert planner.choose("a", 100, 1600, new, num_others, (), num_beginning=num_beginning).value == mode
+    assert planner.choose("a", HitLoad(100, 1600, new, num_others, num_beginning), ()).value == mode
 
 
 @pytest.mark.parametrize(("num_blocks", "mode"), [(100, "sync"), (101, "async")])
@@ -100,22 +101,22 @@ def test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_
     teach(planner)
     for num_in_step in (20, 30):
         planner.load_in_step(num_in_step)
-    assert planner.choose("a", num_blocks, 16 * num_blocks, 1, 1, (), num_beginning=1).value == mode
+    assert planner.choose("a", HitLoad(num_blocks, 16 * num_blocks, 1, 1, 1), ()).value == mode
     planner.announce(8)
-    assert planner.choose("b", 100, 1600, 1, 1, (), num_beginning=1) is LoadMode.ASYNC, "nothing is loaded in this one"
+    assert planner.choose("b", HitLoad(100, 1600, 1, 1, 1), ()) is LoadMode.ASYNC, "nothing is loaded in this one"
 
 
 def test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again() -> None:
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
-    asked = [planner.choose("a", 100, 1600, 1, 1, ()) for _ in range(3)]
+    asked = [planner.choose("a", HitLoad(100, 1600, 1, 1), ()) for _ in range(3)]
     assert asked == [LoadMode.ASYNC, LoadMode.SYNC, LoadMode.SYNC]
     assert planner.admit("a") is LoadMode.SYNC
-    assert planner.choose("a", 100, 1600, 1, 1, ()) is LoadMode.ASYNC, "it was preempted, and asks anew"
+    assert planner.choose("a", HitLoad(100, 1600, 1, 1), ()) is LoadMode.ASYNC, "it was preempted, and asks anew"
     load = planner.reserve(range(7, 17))
-    assert planner.choose("b", 10, 1600, 1, 1, first_blocks=(7,)) is LoadMode.COALESCED
+    assert planner.choose("b", HitLoad(10, 1600, 1, 1), (7,)) is LoadMode.COALESCED
     planner.release(load)
-    assert planner.choose("b", 100, 1600, 1, 1, first_blocks=(7,)) is LoadMode.ASYNC
+    assert planner.choose("b", HitLoad(100, 1600, 1, 1), (7,)) is LoadMode.ASYNC
 
 
 def test_what_is_sooner_computed_is_computed_but_not_for_ever() -> None:
@@ -334,19 +335,19 @@ def test_with_an_unknown_rate_nothing_is_announced() -> None:
 def test_no_step_loads_for_an_engine_that_is_told_of_failures_by_request(choice: str) -> None:
     """Such an engine ends where blocks of a step failed: none is in a step, nor said to be there before it is."""
     planner = LoadPlanner(Config(load_choice=choice), CacheMetrics(), lambda: 10.0, fails_by_block=False)
-    assert planner.choose("r1", 10, 160, 1, num_others=0, first_blocks=(0,)) is LoadMode.ASYNC
+    assert planner.choose("r1", HitLoad(10, 160, 1, 0), (0,)) is LoadMode.ASYNC
     planner.estimate.observe_load(10**6, 1.0)
     planner.begin(planner.reserve(range(10)), 1)
     assert planner.announce(1) == ((), ()), "it would end in 10 us"
-    assert planner.choose("r2", 10, 160, 1, num_others=1, first_blocks=(0,)) is LoadMode.COALESCED
+    assert planner.choose("r2", HitLoad(10, 160, 1, 1), (0,)) is LoadMode.COALESCED
 
 
 @pytest.mark.parametrize(("fails_by_block", "mode"), [(True, LoadMode.SYNC), (False, LoadMode.RECOMPUTE)])
 def test_who_has_waited_in_vain_does_not_wait_again(fails_by_block: bool, mode: LoadMode) -> None:
     """vLLM refuses blocks to a request that is to wait while others have theirs reserved, and looks at nobody else."""
     planner = LoadPlanner(Config(load_choice="async"), CacheMetrics(), lambda: 10.0, fails_by_block)
-    assert planner.choose("r", 10, 160, 1, 1, ()) is LoadMode.ASYNC
-    assert planner.choose("r", 10, 160, 1, 1, (), may_wait=False) is mode
+    assert planner.choose("r", HitLoad(10, 160, 1, 1), ()) is LoadMode.ASYNC
+    assert planner.choose("r", HitLoad(10, 160, 1, 1), (), may_wait=False) is mode
 
 
 def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
@@ -356,7 +357,7 @@ def test_who_asks_again_and_again_rides_on_a_load_once() -> None:
     planner.reserve(range(10))
     for request_id in ("a", "b"):
         for _ in range(3):
-            assert planner.choose(request_id, 10, 160, 1, 1, first_blocks=(0,)) is LoadMode.COALESCED
+            assert planner.choose(request_id, HitLoad(10, 160, 1, 1), (0,)) is LoadMode.COALESCED
     assert metrics.coalesced_loads == 2
 
 

@@ -45,6 +45,18 @@ def test_nobody_waits_for_a_load_that_was_never_begun() -> None:
     half.check()
 
 
+def test_who_leaves_before_the_step_is_planned_makes_no_room_for_a_long_load_beside_others() -> None:
+    """A hit is loaded in the step where others load half as much in it: what nobody loads any more does not count."""
+    half, _ = make_half(load_choice="sync")
+    save(half, Asked("warm", PROMPT), first_block=40)
+    gone = Asked("gone", PROMPT)
+    assert half.get_num_new_matched_tokens(gone, 0) == (8, False)
+    half.update_state_after_alloc(gone, [[0, 1, 2]], 0, 8)
+    assert half._loads._num_in_step == 2
+    half.request_finished(gone)
+    assert half._loads._num_in_step == 0
+
+
 @pytest.mark.parametrize("what", ["goes on", "ended", "preempted"])
 def test_the_load_of_a_request_that_is_gone_is_announced_to_nobody(what: str) -> None:
     """The engine would take the announcement for one of whoever has that id by now."""

@@ -12,7 +12,7 @@ import pytest
 from kv_connector.config import Config
 from kv_connector.metrics import CacheMetrics
 from kv_connector.scheduler.loads.choice import BackgroundLoad, LoadPlanner
-from kv_connector.scheduler.loads.rates import LoadMode
+from kv_connector.scheduler.loads.rates import HitLoad, LoadMode
 from kv_connector.types import CopyJob, Direction
 
 NUM_BLOCKS = 640
@@ -109,7 +109,7 @@ class Engine:
             turn = self.waiting[0]
             name, num_tokens = f"{turn.number}", 16 * NUM_BLOCKS
             others, beginning = len(self.holding), len(began)
-            mode = self.planner.choose(name, NUM_BLOCKS, num_tokens, 160, others, (), num_beginning=beginning)
+            mode = self.planner.choose(name, HitLoad(NUM_BLOCKS, num_tokens, 160, others, beginning), ())
             if len(self.holding) == self.num_fitting:
                 break
             self.planner.admit(name)

@@ -140,7 +140,7 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 _LEASES,
-                "        if lease.background is not None:\n            self._planner.release(lease.background)\n",
+                "        else:\n            self._planner.release(lease.background)\n",
                 "",
             ),
         ),
@@ -194,8 +194,8 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 _CHOICE,
-                "num_beginning >= num_others and num_blocks <= _MOST_LONGER * self._num_in_step",
-                "num_beginning >= num_others",
+                "all_begin and hit.num_blocks <= _MOST_LONGER * self._num_in_step",
+                "all_begin",
             ),
         ),
         tested(
@@ -231,9 +231,21 @@ LOADS: tuple[Mutant, ...] = (
         ),
     ),
     Mutant(
+        "in-the-step-and-gone",
+        "a load whose request has left before the step was planned counts as one of the step",
+        (
+            Patch(
+                _LEASES,
+                "            self._planner.load_in_step(-len(lease.host_ids))\n",
+                "            pass\n",
+            ),
+        ),
+        tested(f"{_GONE}::test_who_leaves_before_the_step_is_planned_makes_no_room_for_a_long_load_beside_others"),
+    ),
+    Mutant(
         "begin-unseen",
         "nobody is told who else begins in the step that is being planned",
-        (Patch(_ANSWERS, "beginning = self._requests.num_beginning", "beginning = 0"),),
+        (Patch(_ANSWERS, "num_beginning=self._requests.num_beginning", "num_beginning=0"),),
         tested(
             f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"
         ),
@@ -241,7 +253,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "others-decode-and-wait",
         "a load of a request that begins with others holds up those that decode",
-        (Patch(_CHOICE, "num_beginning >= num_others", "num_beginning > 0"),),
+        (Patch(_CHOICE, "hit.num_beginning >= hit.num_others", "hit.num_beginning > 0"),),
         tested(f"{_TESTS}::test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes"),
     ),
     Mutant(
@@ -253,7 +265,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "everybody-held-up",
         "where blocks are scarce a load holds up any number of others",
-        (Patch(_RATES, "stall * (1 + num_others) <=", "stall <="),),
+        (Patch(_RATES, "stall * (1 + hit.num_others) <=", "stall <="),),
         tested(f"{_TESTS}::test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle"),
     ),
     Mutant(
