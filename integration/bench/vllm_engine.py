@@ -53,6 +53,11 @@ class VllmOptions(EngineOptions):
         return fault(self.connector, log)
 
 
+GRAPH_TOKENS = 512
+"""Of a step, up to which vLLM has CUDA graphs for prompts, too: its default for 256 requests and more. Engines have 64
+here, for which it would take 128."""
+
+
 class VllmServer:
     """See `EngineServer`. The engine core lives in this process: its statistics can be read, and requests can arrive
     while it steps."""
@@ -76,6 +81,7 @@ class VllmServer:
             max_num_seqs=64,
             max_num_batched_tokens=2048 if options.tiny else 16384,
             enforce_eager=options.eager or options.tiny,
+            compilation_config={} if options.eager or options.tiny else {"max_cudagraph_capture_size": GRAPH_TOKENS},
             enable_prefix_caching=True,
             # The size is given: several engines that start at a time would each find the others' memory in a profile.
             gpu_memory_utilization=0.1,

@@ -222,9 +222,9 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         self._control.step(now)
         self._budget.fill(now)
         loads, background = self._requests.plan_loads()
-        num_tokens = self._scheduled.plan(self._step, output, now)
+        num_tokens, most_tokens = self._scheduled.plan(self._step, output, now)
         saves = self._saves.jobs.open()
-        self._loads.estimate.step_planned(self._step, num_tokens, len(loads), now)
+        self._loads.estimate.step_planned(self._step, num_tokens, most_tokens, len(loads), now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
         plan = StepPlan(
@@ -259,7 +259,8 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
             self._companions.reported(report)
         if reports:
             step = self._ranks.reported_step
-            self._loads.estimate.step_ended(step, self._shared.clock())
+            launch_seconds = max((each.launch_milliseconds for each in reports if each.step == step), default=0.0) / 1e3
+            self._loads.estimate.step_ended(step, self._shared.clock(), launch_seconds)
             self._loads.note_reported(step)
             self._steps.reported(step)
             self.reuse.learn()  # here, as no request of the step waits any more

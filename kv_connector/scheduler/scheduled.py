@@ -33,9 +33,9 @@ class ScheduledPlanner:
         self._steps = steps
         self._watchdog = watchdog
 
-    def plan(self, step: int, output: SchedulerOutput, now: float) -> int:
-        """What the step saves and writes to; returns how many tokens it computes."""
-        num_tokens, sizes = 0, self._group_sizes
+    def plan(self, step: int, output: SchedulerOutput, now: float) -> tuple[int, int]:
+        """What the step saves and writes to; returns how many tokens it computes, and the most of one request."""
+        num_tokens, most, sizes = 0, 0, self._group_sizes
         written: list[int] = []
         told: dict[str, list[StateBlock]] = {}
         for block in output.states:
@@ -44,6 +44,7 @@ class ScheduledPlanner:
         for item in output.scheduled:
             state = self._requests[item.request_id]
             num_tokens += item.num_scheduled_tokens
+            most = max(most, item.num_scheduled_tokens)
             if item.new_block_ids:
                 for table, ids in zip(state.tables, item.new_block_ids, strict=False):
                     table.block_ids.extend(ids)
@@ -57,7 +58,7 @@ class ScheduledPlanner:
         if not self._watchdog.hangs:
             self._saves.plan_before_reuse()
         self._steps.planned(step, written)
-        return num_tokens
+        return num_tokens, most
 
     def _computed(self, state: RequestState, item: ScheduledRequest, told: Sequence[StateBlock], now: float) -> None:
         """What is saved, and offered to others, of what the step computes of a request."""

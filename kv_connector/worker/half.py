@@ -8,6 +8,7 @@ submission is known by the end of the step, not always before.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,7 @@ class WorkerHalf(KVConnectorWorker):
     opens the storage tier: it is given the bytes of a block, the host memory, its arrangement, and the number of ranks
     that share it; `open_peers` opens the links to other engines. `identity` is this rank's identity, for `describe`.
     `open_share`: see `HostShare`; it is called once, as the cache is registered, and may wait for other ranks. `forms`
-    chooses the form of host blocks then.
+    chooses the form of host blocks then. `clock` returns seconds; it times the forward pass.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class WorkerHalf(KVConnectorWorker):
         identity: str = "",
         open_share: Callable[[], HostShare] = lambda: ALONE,
         forms: FormChooser | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._forms = FormChooser(config, world_size) if forms is None else forms
         self._form_name = ""
         self._identity = identity
+        self._clock = clock
         self._open_share = open_share
         self._share = ALONE
         self._config = config
@@ -90,6 +93,8 @@ class WorkerHalf(KVConnectorWorker):
         self._completed: list[Completion] = []
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
+        self._forward_began: float | None = None  # where nothing is loaded in it
+        self._forward_seconds = 0.0
         self._layers: frozenset[str] = frozenset()
         self._hooked: set[str] = set()  # layers that have waited for their load
 
@@ -137,6 +142,7 @@ class WorkerHalf(KVConnectorWorker):
         self.handle_preemptions(plan)
         self._plan = plan
         self._step = plan.step
+        self._forward_began, self._forward_seconds = None, 0.0
         self._saves_pending = bool(plan.saves)
         if plan.unfit:
             self._forms.note_unfit()
@@ -170,6 +176,8 @@ class WorkerHalf(KVConnectorWorker):
         if background and self._mark is not None:
             self._transfer.submit_background_load(background, self._mark)
             self._mark = None
+        if self._plan.computes and not loads:
+            self._forward_began = self._clock()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._hooked.add(layer_name)
@@ -185,6 +193,8 @@ class WorkerHalf(KVConnectorWorker):
     def wait_for_save(self) -> None:
         if self._plan is None:
             return
+        if self._forward_began is not None:
+            self._forward_seconds = self._clock() - self._forward_began
         if self._plan.loads:
             self._fail_loads(self._transfer.wait_all())  # whatever the hooks did, later steps find the load complete
         if self._peers is not None:
@@ -235,6 +245,7 @@ class WorkerHalf(KVConnectorWorker):
             loading_bytes=self._engine.pending_bytes(Direction.LOAD) if self._engine else 0,
             saving_bytes=self._engine.pending_bytes(Direction.SAVE) if self._engine else 0,
             load_milliseconds=sum((load.milliseconds for load in loads), 0.0),
+            launch_milliseconds=1e3 * self._forward_seconds,
             load_timings=self._transfer.take_load_timings() if self._engine else (),
             found=tuple((job.job_id, job.found) for job in stored if job.found is not None),
             missing=tuple((job.job_id, job.missing) for job in moved if job.missing),

@@ -58,6 +58,8 @@ class Rank:
         self._inbox: deque[Step] = deque()
         self._is_busy = False
         self._num_idle = 0  # steps without requests, one behind the other
+        self._delay = 0.0  # of the process, for its next step
+        self._seconds = 0.0  # that it was at forward passes
         self._last_result: SimulatedEvent | None = None  # of the last step that waited for the device
         self._host_born = world.time.now()
         with on(self.device):
@@ -74,6 +76,7 @@ class Rank:
             open_storage=self.engine.world.outside.open_storage(self.engine, self.index),
             open_peers=self.engine.world.outside.open_peers(self.engine, self.index),
             open_share=lambda: self.engine.host_shares[self.index],
+            clock=lambda: self._seconds,
         )
         tensors = [torch.from_numpy(tensor.view(np.int64)) for tensor in self.kv]
         names = {f"layers.{layer}": tensors[tensor] for layer, tensor in enumerate(self.shape.tensors)}
@@ -114,8 +117,8 @@ class Rank:
             self._is_busy = True
             seconds = self.engine.config.host_seconds
             self._num_idle = 0 if self._inbox[0].items else min(self._num_idle + 1, MOST_IDLE)
-            delay = self.device.delay(max(seconds, IDLE_SECONDS * self._num_idle))
-            self.engine.world.time.call_after(delay, self._run, f"{self.device.name}/process")
+            self._delay = self.device.delay(max(seconds, IDLE_SECONDS * self._num_idle))
+            self.engine.world.time.call_after(self._delay, self._run, f"{self.device.name}/process")
 
     def _run(self) -> None:
         self._is_busy = False
@@ -139,6 +142,7 @@ class Rank:
             worker.start_load_kv(full_graph=config.full_graphs or not step.items)
         if step.items:
             self._launch(step)
+            self._seconds += self._delay
         if is_late:
             worker.start_load_kv()
         worker.wait_for_save()

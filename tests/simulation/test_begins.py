@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kv_connector.config import LoadChoice, WritePolicy
+from kv_connector.scheduler.loads import rates
 from kv_connector.scheduler.loads.choice import LoadPlanner
 from kv_connector.scheduler.loads.rates import HitLoad, LoadEstimate, LoadMode, Rate
 from tests.simulation import config as drawn
@@ -50,6 +51,7 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(LoadEstimate, "__init__", begin_knowing)
     monkeypatch.setattr(LoadPlanner, "choose", count)
+    monkeypatch.setattr(rates, "_PROMPT_TOKENS", 4)  # prompts are short here
     return met
 
 
@@ -65,6 +67,7 @@ def draw_engines(rng: random.Random) -> list[EngineConfig]:
             load_choice=LoadChoice.AUTO,
             max_running=rng.choice([2, 4, 8]),
             max_step_tokens=rng.choice([48, 200]),
+            host_seconds=rng.choice([1e-3, 0.03, 0.1]),
         )
     ]
 

@@ -87,6 +87,34 @@ def test_in_front_of_a_full_graph_the_whole_load_is_waited_for_though_all_layers
     worker.shutdown()
 
 
+@pytest.mark.parametrize(
+    ("computes", "loads", "milliseconds"), [(True, False, 28.0), (True, True, 0.0), (False, False, 0.0)]
+)
+def test_how_long_a_forward_pass_takes_the_thread_is_reported_where_it_loads_nothing(
+    computes: bool, loads: bool, milliseconds: float
+) -> None:
+    """Of each step anew; one that loads may wait for that."""
+    now = [10.0]
+    worker = WorkerHalf(Config(host_memory="1MiB"), clock=lambda: now[0])
+    worker.register_kv_caches({"layers.0": torch.zeros(NUM_BLOCKS, 8, 16)}, NUM_BLOCKS)
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
+    finish(worker)
+    plan = StepPlan(2, loads=(job(2, Direction.LOAD, 3, 5),) if loads else (), computes=computes)
+    worker.bind_connector_metadata(plan)
+    now[0] += 1.0
+    worker.start_load_kv()
+    now[0] += 0.028
+    worker.wait_for_layer_load("layers.0")
+    worker.wait_for_save()
+    now[0] += 1.0
+    assert worker.build_connector_worker_meta().launch_milliseconds == pytest.approx(milliseconds)
+    worker.bind_connector_metadata(StepPlan(3))
+    worker.start_load_kv()
+    worker.wait_for_save()
+    assert worker.build_connector_worker_meta().launch_milliseconds == 0.0
+    worker.shutdown()
+
+
 @pytest.mark.parametrize("full_graph", [False, True])
 def test_a_block_is_saved_and_loaded_elsewhere(device: torch.device, full_graph: bool) -> None:
     """With a full CUDA graph no hook runs: the whole load is waited for on the stream in front of the replay."""

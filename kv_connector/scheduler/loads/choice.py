@@ -20,9 +20,6 @@ _LIGHT = 16
 """Tokens that are loaded for one that is computed, in a light step. An 8B model computes a token of a prompt in 27 us
 and loads one in 2.4 (H200, bf16); larger ones have more to compute for each byte of their cache. With a sixteenth of
 the tokens to compute, their layers wait for the link."""
-_MOST_LONGER = 2.0
-"""Times the blocks that others load in the same step. They wait for this load as well: a longer one costs them more
-than they gain by beginning together."""
 
 
 def is_light(loads: Sequence[CopyJob], block_size: int, num_computed_tokens: int) -> bool:
@@ -96,9 +93,7 @@ class LoadPlanner:
             load = None
         before = self._asked.get(request_id)
         found_no_room = before not in (None, LoadMode.COALESCED)
-        all_begin = hit.num_beginning >= hit.num_others
-        begin_together = all_begin and hit.num_blocks <= _MOST_LONGER * self._num_in_step
-        mode = self._choose(hit, load, found_no_room or begin_together)
+        mode = self._choose(hit, load, found_no_room)
         if mode is LoadMode.ASYNC and not may_wait:
             mode = LoadMode.SYNC if self._fails_by_block else LoadMode.RECOMPUTE
         self._asked[request_id] = mode
@@ -253,7 +248,7 @@ class LoadPlanner:
     def _is_overdue(self, load: BackgroundLoad) -> bool:
         return self._clock() - load.reserved_at > OVERDUE_SECONDS
 
-    def _choose(self, hit: HitLoad, load: BackgroundLoad | None, counts_blocks: bool) -> LoadMode:
+    def _choose(self, hit: HitLoad, load: BackgroundLoad | None, found_no_room: bool) -> LoadMode:
         if self._choice is LoadChoice.SYNC and self._fails_by_block:
             mode = LoadMode.SYNC
         elif self._choice is not LoadChoice.AUTO:
@@ -262,5 +257,5 @@ class LoadPlanner:
             coalesced_seconds = None if load is None else 0.0
             if load is not None and load.expected_end is not None:
                 coalesced_seconds = max(0.0, load.expected_end - self._clock())
-            mode = self.estimate.choose(hit, coalesced_seconds, counts_blocks)
+            mode = self.estimate.choose(hit, coalesced_seconds, self._num_in_step, found_no_room)
         return LoadMode.ASYNC if mode is LoadMode.SYNC and not self._fails_by_block else mode

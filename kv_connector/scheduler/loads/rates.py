@@ -2,8 +2,7 @@
 
     sync        the step waits for it layer by layer; for hits that hide behind what the step computes
     async       the request waits for it while others run; for hits that would hold the others up, unless blocks are
-                scarce, or nobody decodes, and those of the request would lie idle for longer than everybody's in the
-                step
+                scarce, and those of the request would lie idle for longer than everybody's in the step
     coalesced   another request's load of the same prefix is under way: ask again, it will be a device hit
     recompute   its tokens are computed, as that is expected to be faster
 
@@ -23,7 +22,13 @@ MOST_SKIPPED = 8
 """Hits computed in a row, after which one is loaded all the same: else a rate would never change again."""
 _STEPS = 5  # whose durations are remembered
 _LOADS = 8  # whose delays are remembered
+_LAUNCHES = 8  # whose durations are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
+_PROMPT_TOKENS = 32
+"""Of one request: a step that computes so many computes a prompt, and not drafts of tokens."""
+_LAUNCHED_TOKENS = 1024
+"""Of a step: where it computes more, the thread that launches it may wait for the device, whose queue holds some 1,024
+kernels."""
 _IDLE = 2.0
 """Times the load, for which a request has blocks that nobody computes on where it is loaded in the background: it waits
 behind other loads, and then for a step. Two at a time took 51 ms with loads of 24 (vLLM 0.32, 8B model, H200)."""
@@ -77,6 +82,8 @@ class LoadEstimate:
         self._loading = Rate()  # blocks a second
         self._prefill = Rate()  # tokens a second
         self._steps: dict[int, tuple[float, int]] = {}  # step: (when it was planned, tokens that it computes)
+        self._prompt_steps: deque[int] = deque()  # that load nothing, in order
+        self._launches: deque[float] = deque([0.0] * _LAUNCHES, maxlen=_LAUNCHES)  # of such steps
         self._last_end = 0.0
         self._last_plan = 0.0
         self._intervals: deque[float] = deque([0.0] * _STEPS, maxlen=_STEPS)  # between the last plans
@@ -110,18 +117,32 @@ class LoadEstimate:
         """A load of so many blocks took so long on the slowest rank."""
         self._loading.observe(num_blocks, seconds)
 
-    def step_planned(self, step: int, num_tokens: int, num_loads: int, now: float) -> None:
-        """A step was planned. One that loads says nothing about the speed of computing."""
+    @property
+    def launch_seconds(self) -> float:
+        """What a step that computes prompts takes the model-runner thread at least: of the last ones the shortest
+        counts, as others had more to launch, or something to compile. 0 as long as few are known."""
+        return min(self._launches)
+
+    def step_planned(self, step: int, num_tokens: int, most_tokens: int, num_loads: int, now: float) -> None:
+        """A step was planned that computes so many tokens, and at most so many of one request. One that loads says
+        nothing about the speed of computing."""
         self._intervals.append(now - self._last_plan)
         self._last_plan = now
         if num_tokens >= _PREFILL_TOKENS and not num_loads:
             self._steps[step] = (now, num_tokens)
+        if most_tokens >= _PROMPT_TOKENS and num_tokens <= _LAUNCHED_TOKENS and not num_loads:
+            self._prompt_steps.append(step)
 
-    def step_ended(self, step: int, now: float) -> None:
-        """Its report came in. Steps overlap, so each began at the end of the one before it at the earliest."""
+    def step_ended(self, step: int, now: float, launch_seconds: float = 0.0) -> None:
+        """Its report came in, by which its forward pass took the slowest rank's thread so long. Steps overlap, so each
+        began at the end of the one before it at the earliest. One that seems to have taken less than its thread did was
+        over before the report of the one before it was looked at, and says nothing about the speed of computing."""
+        while self._prompt_steps and self._prompt_steps[0] <= step:
+            if self._prompt_steps.popleft() == step:
+                self._launches.append(launch_seconds)
         planned = self._steps.pop(step, None)
-        if planned is not None:
-            self._prefill.observe(planned[1], now - max(planned[0], self._last_end))
+        if planned is not None and (seconds := now - max(planned[0], self._last_end)) > launch_seconds:
+            self._prefill.observe(planned[1], seconds)
         self._last_end = now
 
     def admitted(self, mode: LoadMode) -> None:
@@ -136,14 +157,14 @@ class LoadEstimate:
         """How long computing so many tokens takes; None where that is unknown."""
         return self._prefill.seconds(num_tokens)
 
-    def choose(self, hit: HitLoad, coalesced_seconds: float | None, counts_blocks: bool = False) -> LoadMode:
+    def choose(
+        self, hit: HitLoad, coalesced_seconds: float | None, num_in_step: int = 0, found_no_room: bool = False
+    ) -> LoadMode:
         """How a hit comes to the device.
 
-        `coalesced_seconds`: until another's load of the same prefix ends; None where there is none. `counts_blocks`:
-        what counts is for how long requests hold device blocks that nobody computes on, and not the stall alone. That
-        is so where requests wait for blocks, and where all others begin in this step, too: nobody decodes, and one step
-        is launched for all of them. To launch a step that computes prompts took 28 ms, and one that decodes 2 (vLLM
-        0.32, 8B model, H200 with 16 cores, 2026-11-28).
+        `coalesced_seconds`: until another's load of the same prefix ends; None where there is none. `num_in_step`:
+        blocks that others load in the step that is being planned. `found_no_room`: requests wait for blocks, so what
+        counts is for how long requests hold some that nobody computes on, and not the stall alone.
         """
         load, recompute = self._loading.seconds(hit.num_blocks), self.recompute_seconds(hit.num_hit_tokens)
         if coalesced_seconds is not None:
@@ -152,8 +173,19 @@ class LoadEstimate:
             return LoadMode.SYNC
         if recompute < load and self._num_skipped < MOST_SKIPPED:
             return LoadMode.RECOMPUTE
-        stall = load - (self._prefill.seconds(hit.num_new_tokens) or 0.0)
+        stall = self._stall(hit, load, self._loading.seconds(num_in_step) or 0.0)
         if not hit.num_others or stall <= self._max_stall:
             return LoadMode.SYNC
-        holds_up_less = counts_blocks and stall * (1 + hit.num_others) <= _IDLE * load
+        holds_up_less = found_no_room and stall * (1 + hit.num_others) <= _IDLE * load
         return LoadMode.SYNC if holds_up_less else LoadMode.ASYNC
+
+    def _stall(self, hit: HitLoad, load: float, in_step: float) -> float:
+        """How much longer others wait if this load is one of the step's, which loads for `in_step` seconds already.
+
+        A step that computes a prompt takes its time on the thread and on the device in any case, in which what it loads
+        is hidden. Where all others begin in this step, and nobody decodes, one step begins with all of them: they are
+        spared that of this request, which would keep them waiting later. Launching a prompt took 28 ms without a CUDA
+        graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28)."""
+        prompt = max(self.launch_seconds, self._prefill.seconds(hit.num_new_tokens) or 0.0)
+        longer = max(prompt, in_step + load) - max(prompt, in_step)
+        return longer - prompt if hit.num_beginning >= hit.num_others else longer

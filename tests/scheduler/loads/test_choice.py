@@ -16,7 +16,7 @@ def make_estimate(blocks_per_second: float = 1000, tokens_per_second: float = 10
     """Rates as steps and loads of one second show them."""
     estimate = LoadEstimate(max_stall_seconds=0.01)
     estimate.observe_load(int(blocks_per_second), 1.0)
-    estimate.step_planned(1, int(tokens_per_second), 0, now=10.0)
+    estimate.step_planned(1, int(tokens_per_second), int(tokens_per_second), 0, now=10.0)
     estimate.step_ended(1, now=11.0)
     return estimate
 
@@ -30,14 +30,14 @@ def choose(
     is_short: bool = False,
 ) -> LoadMode:
     """A hit of blocks of 16 tokens."""
-    return estimate.choose(HitLoad(blocks, 16 * blocks, new, others), coalesced, is_short)
+    return estimate.choose(HitLoad(blocks, 16 * blocks, new, others), coalesced, found_no_room=is_short)
 
 
 def teach(planner: LoadPlanner) -> None:
     """1,000 blocks a second are loaded, and 10,000 tokens computed."""
     planner.estimate.observe_load(1000, 1.0)
     for number in range(1, 8):
-        planner.estimate.step_planned(number, 1000, 0, now=10.0 + 0.1 * number)
+        planner.estimate.step_planned(number, 1000, 1000, 0, now=10.0 + 0.1 * number)
         planner.estimate.step_ended(number, now=10.1 + 0.1 * number)
 
 
@@ -69,41 +69,81 @@ def test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle(
     assert choose(estimate, others=num_others, new=new) is LoadMode.ASYNC, "there are more blocks"
 
 
+def teach_launches(planner: LoadPlanner, seconds: float, num_tokens: int = 100, num_loads: int = 0) -> None:
+    """Eight steps that compute a prompt took the thread so long."""
+    for number in range(8):
+        planner.estimate.step_planned(number, num_tokens, num_tokens, num_loads, now=20.0)
+        planner.estimate.step_ended(number, now=20.0, launch_seconds=seconds)
+
+
 @pytest.mark.parametrize(
-    ("num_others", "num_beginning", "new", "mode"),
+    ("num_beginning", "num_in_step", "launch", "mode"),
     [
-        (0, 0, 1, "sync"),
-        (1, 1, 1, "sync"),
-        (1, 0, 1, "async"),
-        (2, 2, 1, "async"),
-        (2, 2, 400, "sync"),
-        (2, 1, 400, "async"),
-        (20, 20, 400, "async"),
+        (0, 0, 0.1, "sync"),  # a step begins with it in any case, which takes as long
+        (0, 0, 0.09, "async"),
+        (0, 0, 0.0, "async"),
+        (1, 100, 0.1, "sync"),  # one step of 200 ms for both, or two of 100
+        (1, 100, 0.09, "async"),  # 20 ms longer than two of 90
+        (1, 20, 0.06, "sync"),
+        (1, 20, 0.05, "async"),
+        (1, 0, 0.05, "sync"),  # of 100 ms for both, or two of 50
+        (1, 0, 0.04, "async"),
     ],
 )
-def test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes(
-    num_others: int, num_beginning: int, new: int, mode: str
+def test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does(
+    num_beginning: int, num_in_step: int, launch: float, mode: str
 ) -> None:
-    """Two that begin together are launched together; of more each would wait for longer than one by one, unless their
-    loads hide behind what they compute."""
+    """Of 100 ms, beside one that decodes, or begins in the same step."""
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
-    planner.load_in_step(100)
-    assert planner.choose("a", HitLoad(100, 1600, new, num_others, num_beginning), ()).value == mode
-
-
-@pytest.mark.parametrize(("num_blocks", "mode"), [(100, "sync"), (101, "async")])
-def test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads(
-    num_blocks: int, mode: str
-) -> None:
-    """A question without a hit, that begins beside a hit of a whole book, does not wait for it."""
-    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
-    teach(planner)
-    for num_in_step in (20, 30):
-        planner.load_in_step(num_in_step)
-    assert planner.choose("a", HitLoad(num_blocks, 16 * num_blocks, 1, 1, 1), ()).value == mode
+    teach_launches(planner, launch)
+    planner.load_in_step(num_in_step)
+    assert planner.choose("a", HitLoad(100, 1600, 1, 1, num_beginning), ()).value == mode
     planner.announce(8)
-    assert planner.choose("b", HitLoad(100, 1600, 1, 1, 1), ()) is LoadMode.ASYNC, "nothing is loaded in this one"
+    assert planner.choose("b", HitLoad(100, 1600, 1, 1), ()).value == ("sync" if launch == 0.1 else "async")
+
+
+def test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin() -> None:
+    """One that begins, and one that decodes: the step is to take no longer for a second one that begins."""
+    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
+    teach(planner)
+    teach_launches(planner, 0.2)
+    planner.load_in_step(100)
+    assert planner.choose("a", HitLoad(101, 1600, 1, 2, 1), ()) is LoadMode.SYNC
+    planner.load_in_step(101)
+    assert planner.choose("b", HitLoad(100, 1600, 1, 3, 2), ()) is LoadMode.ASYNC
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_loads", "num_known", "mode"),
+    [(100, 0, 8, "sync"), (1025, 0, 8, "async"), (31, 0, 8, "async"), (100, 1, 8, "async"), (100, 0, 7, "async")],
+)
+def test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing(
+    num_tokens: int, num_loads: int, num_known: int, mode: str
+) -> None:
+    """Where much is computed the thread may have waited for the device, where something is loaded for that, and drafts
+    are launched as tokens are. Of eight the shortest counts: one may have been compiled."""
+    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
+    teach(planner)
+    teach_launches(planner, 1.0, num_tokens, num_loads)
+    if num_known < 8:
+        planner.estimate.step_planned(9, 100, 100, 0, now=30.0)
+        planner.estimate.step_ended(9, now=30.0, launch_seconds=0.001)
+    assert planner.choose("a", HitLoad(100, 1600, 1, 1), ()).value == mode
+
+
+def test_a_step_that_was_over_before_it_was_looked_at_says_nothing_about_the_speed_of_computing() -> None:
+    """The thread launches the next step first: the report of this one is looked at right behind that of the one before,
+    however long it took."""
+    estimate = make_estimate()
+    estimate.step_planned(2, 10, 10, 0, now=12.0)
+    estimate.step_planned(3, 1000, 1000, 0, now=12.0)
+    for number, now in ((2, 20.0), (3, 20.001)):
+        estimate.step_ended(number, now, launch_seconds=0.028)
+    assert estimate.recompute_seconds(1000) == 1.0
+    estimate.step_planned(4, 1000, 1000, 0, now=20.0)
+    estimate.step_ended(4, now=20.101, launch_seconds=0.028)
+    assert estimate.recompute_seconds(1000) == pytest.approx(0.1)
 
 
 def test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again() -> None:
@@ -148,13 +188,13 @@ def test_sharers_ride_unless_computing_is_sooner() -> None:
 
 def test_steps_overlap_and_small_ones_say_nothing() -> None:
     estimate = make_estimate()
-    estimate.step_planned(2, 10, 0, now=11.0)
+    estimate.step_planned(2, 10, 10, 0, now=11.0)
     estimate.step_ended(2, now=20.0)
     assert estimate.recompute_seconds(1600) == 1.6, "10 tokens took 9 seconds, which is no speed of prefill"
-    estimate.step_planned(3, 10_000, 1, now=20.0)
+    estimate.step_planned(3, 10_000, 10_000, 1, now=20.0)
     estimate.step_ended(3, now=60.0)
     assert estimate.recompute_seconds(1600) == 1.6, "of 40 seconds some were those of a load"
-    estimate.step_planned(4, 1000, 0, now=20.5)
+    estimate.step_planned(4, 1000, 1000, 0, now=20.5)
     estimate.step_ended(4, now=61.0)
     assert choose(estimate, coalesced=1.5) is LoadMode.COALESCED, "still 1,000 tokens a second: computing takes 1.6 s"
 
@@ -181,7 +221,7 @@ class Background:
         """(announced, awaited) of the next step."""
         self.now += 0.2
         self.step += 1
-        self.planner.estimate.step_planned(self.step, 1, 0, self.now)
+        self.planner.estimate.step_planned(self.step, 1, 1, 0, self.now)
         return self.planner.announce(self.step)
 
 

@@ -59,7 +59,7 @@ class Link:
     def step(self, seconds: float = 0.02) -> None:
         self.now += seconds
         self._step += 1
-        self.planner.estimate.step_planned(self._step, 1, 0, self.now)
+        self.planner.estimate.step_planned(self._step, 1, 1, 0, self.now)
         for job_id in self.planner.announce(self._step)[0]:
             self.early[job_id] = self.open[job_id][2] - self.now
         self._seen.append((self._step, self.now))

@@ -351,32 +351,40 @@ def test_a_load_waits_only_where_all_that_wait_could_begin_anew(num_available: i
     assert half.get_num_new_matched_tokens(Asked("second", list(range(100, 117))), 0) == (16, is_async)
 
 
-def test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes() -> None:
+def know_rates(half: SchedulerHalf, launch_seconds: float) -> None:
+    """A hit of two blocks is loaded in a second, computing it takes longer, and launching a prompt `launch_seconds`."""
+    estimate = half._loads.estimate
+    estimate.observe_load(2, 1.0)
+    estimate._prefill.observe(8, 1.1)
+    estimate._launches.extend([launch_seconds] * 8)
+
+
+def test_two_hits_that_begin_together_are_loaded_in_one_step_unless_a_third_one_decodes() -> None:
     half, _ = make_half()
-    prompts = [[number] * 9 for number in range(3)]
-    for number, prompt in enumerate(prompts):
-        save(half, Asked(f"warm {number}", prompt), first_block=3 * number)
-    half._loads.estimate.observe_load(2, 1.0)  # blocks of a hit
-    half._loads.estimate._prefill.observe(8, 2.0)  # which computing takes longer for
-    requests = [Asked(f"{number}", prompt) for number, prompt in enumerate(prompts)]
+    requests = [Asked(f"{number}", [number] * 9) for number in range(4)]
+    for number, request in enumerate(requests):
+        save(half, Asked(f"warm {number}", request.tokens), first_block=3 * number)
+    know_rates(half, launch_seconds=1.0)
     assert [admit(half, request, 20 + 3 * n) for n, request in enumerate(requests[:2])] == [8, 8]
     plan = run(half, *requests[:2], computed=8)
     assert [len(jobs) for jobs in (plan.loads, plan.background_loads)] == [2, 0]
     report(half, plan)
     half.request_finished(requests[1])
-    assert half.get_num_new_matched_tokens(requests[2], 0) == (8, True)
+    assert half.get_num_new_matched_tokens(requests[2], 0) == (8, False), "launching takes as long as its load"
+    half.update_state_after_alloc(requests[2], [[30, 31, 32]], 0, 8)
+    assert half.get_num_new_matched_tokens(requests[3], 0) == (8, True)
 
 
-def test_what_is_loaded_in_the_background_is_not_loaded_in_the_step_beside_others_that_begin() -> None:
-    """Of three that begin in one step, the first without a hit: no load of the step makes it wait for the others'."""
+def test_what_is_loaded_in_the_background_is_not_in_the_way_of_a_load_of_the_step() -> None:
+    """Beside one that decodes, where launching a prompt hides a load of two blocks, and none of four."""
     half, _ = make_half()
-    prompts = [[number] * 10 for number in range(3)]
-    for number, prompt in enumerate(prompts[1:]):
-        save(half, Asked(f"warm {number}", prompt), first_block=3 * number)
-    half._loads.estimate.observe_load(2, 1.0)  # blocks of a hit
-    half._loads.estimate._prefill.observe(8, 2.0)  # which computing takes longer for
-    for number, prompt in enumerate(prompts):
-        request = Asked(f"{number}", prompt)
-        hit = half.get_num_new_matched_tokens(request, 0)
-        assert hit == ((8, True) if number else (0, False))
-        half.update_state_after_alloc(request, [[20 + 3 * number + block for block in range(3)]], 0, hit[0])
+    lengths = (9, 17, 9)
+    requests = [Asked(f"{number}", [number] * length) for number, length in enumerate(lengths)]
+    for number, request in enumerate(requests):
+        save(half, Asked(f"warm {number}", request.tokens), first_block=5 * number)
+    know_rates(half, launch_seconds=1.0)
+    assert admit(half, requests[0], 20) == 8
+    report(half, run(half, requests[0], computed=8))
+    assert half.get_num_new_matched_tokens(requests[1], 0) == (16, True)
+    half.update_state_after_alloc(requests[1], [[30, 31, 32, 33, 34]], 0, 16)
+    assert half.get_num_new_matched_tokens(requests[2], 0) == (8, False)

@@ -23,7 +23,7 @@ and more for each request that begins with 160 tokens (`vllm_serving_0320_sync_1
 LAUNCH_SECONDS, PROMPTS_LAUNCH_SECONDS = 0.0015, 0.028
 """Of the engine's thread, for a step that decodes and, where no CUDA graph launches it, for one that computes prompts
 (such chats in vLLM 0.32, one H200 with 16 cores, 2026-11-28)."""
-SECONDS = 20.0
+SECONDS = 10.0
 
 
 @dataclass(eq=False)
@@ -53,13 +53,21 @@ class Engine:
     """`num_fitting` requests have room. Whoever has an answer asks again at once."""
 
     def __init__(
-        self, load_choice: str, num_fitting: int, num_tokens: int, prompts_launch: float = LAUNCH_SECONDS
+        self,
+        load_choice: str,
+        num_fitting: int,
+        num_tokens: int,
+        prompts_launch: float = LAUNCH_SECONDS,
+        load_seconds: float = LOAD_SECONDS,
     ) -> None:
-        self.now, self.prompts_launch = 0.0, prompts_launch
+        self.now, self.prompts_launch, self.load_seconds = 0.0, prompts_launch, load_seconds
         self.planner = LoadPlanner(Config(load_choice=load_choice), CacheMetrics(), lambda: self.now)
-        self.planner.estimate.observe_load(NUM_BLOCKS, LOAD_SECONDS)
-        self.planner.estimate.step_planned(0, 8192, 0, now=-1.0)
+        self.planner.estimate.observe_load(NUM_BLOCKS, load_seconds)
+        self.planner.estimate.step_planned(0, 8192, 8192, 0, now=-1.0)
         self.planner.estimate.step_ended(0, now=0.2)
+        for _ in range(8):
+            self.planner.estimate.step_planned(0, 32, 32, 0, now=0.2)
+            self.planner.estimate.step_ended(0, now=0.2, launch_seconds=prompts_launch)
         self.num_fitting, self.num_tokens = num_fitting, num_tokens
         self.num_asked = self.num_answered = 0
         self.waiting: deque[Turn] = deque()
@@ -90,14 +98,16 @@ class Engine:
             turn.num_to_plan -= 1
         announced, awaited = self.planner.announce(number)
         in_step = [turn for turn in began if turn.is_received]
-        self.planner.estimate.step_planned(number, 160 * num_new, len(in_step), self.now)
+        self.planner.estimate.step_planned(number, 160 * num_new, 160 * bool(num_new), len(in_step), self.now)
         launched = self.now + (self.prompts_launch if num_new else LAUNCH_SECONDS)
+        begins = max(self.now + LAUNCH_SECONDS, self.device_ends)  # copies do as well: they may fill what is in use
         for turn in began:
-            seconds = LOAD_SECONDS if turn in in_step else BACKGROUND_SECONDS
-            turn.ends = self.link_ends = max(launched, self.link_ends) + seconds
+            seconds = self.load_seconds if turn in in_step else self.load_seconds * BACKGROUND_SECONDS / LOAD_SECONDS
+            turn.ends = self.link_ends = max(begins, self.link_ends) + seconds
         seconds = STEP_SECONDS + PREFILL_SECONDS * num_new if computed else 0.0
         reads = [turn.ends for turn in self.holding if turn in in_step or (turn.job and turn.job.job_id in awaited)]
-        self.device_ends = max(max(self.device_ends, launched) + seconds, *(end + seconds / 32 for end in reads), 0.0)
+        layers = [launched, *reads]  # the last one is launched, and has been loaded
+        self.device_ends = max(begins + seconds, max(layers) + seconds / 32)
         over = [turn for turn in self.holding if turn.job is not None and turn.ends <= launched]
         self.in_flight.append(Step(number, self.device_ends, computed, announced, over, in_step))
         self.now = launched
@@ -132,11 +142,11 @@ class Engine:
         for turn in step.over:
             if turn.job is not None:
                 self.planner.end(turn.job)
-                self.planner.observe(NUM_BLOCKS, BACKGROUND_SECONDS)
+                self.planner.observe(NUM_BLOCKS, self.load_seconds * BACKGROUND_SECONDS / LOAD_SECONDS)
                 turn.job, turn.is_received = None, True
         for _ in step.in_step:
-            self.planner.observe(NUM_BLOCKS, LOAD_SECONDS)
-        self.planner.estimate.step_ended(step.number, self.now)
+            self.planner.observe(NUM_BLOCKS, self.load_seconds)
+        self.planner.estimate.step_ended(step.number, self.now, self.prompts_launch)
         for turn in step.computed:
             turn.num_left -= 1
             if not turn.num_left:
@@ -147,22 +157,21 @@ class Engine:
 
 @pytest.mark.parametrize("num_tokens", [8, 32, 128])
 @pytest.mark.parametrize("num_fitting", [2, 3, 4, 8, 24])
+@pytest.mark.parametrize("load_seconds", [0.006, 0.024, 0.08])
+@pytest.mark.parametrize("prompts_launch", [0.0015, 0.01, 0.028, 0.04])
 def test_the_default_answers_as_many_as_the_better_way_where_blocks_are_scarce(
-    num_fitting: int, num_tokens: int
+    prompts_launch: float, load_seconds: float, num_fitting: int, num_tokens: int
 ) -> None:
     """Of few requests each waits for a load in the step for less time than its own load in the background keeps its
-    blocks; of many it holds up more than it spares, unless loads in the background are slow and fill the link."""
-    choices = ("auto", "sync", "async")
-    auto, in_step, beside = (Engine(choice, num_fitting, num_tokens).turns_per_second() for choice in choices)
-    assert auto >= 0.97 * beside
-    assert auto >= 0.97 * in_step or num_fitting > 4
-
-
-@pytest.mark.parametrize("num_tokens", [8, 32, 128])
-def test_two_that_begin_together_go_on_together_where_steps_with_prompts_are_slow_to_launch(num_tokens: int) -> None:
-    """Each step that begins with a prompt keeps the other one waiting. Once they begin one by one they do so for ever,
-    where answers are of one length: so the very first load decides."""
-    auto, in_step = (
-        Engine(choice, 2, num_tokens, PROMPTS_LAUNCH_SECONDS).turns_per_second() for choice in ("auto", "sync")
+    blocks; of many it holds up more than it spares, unless launching hides it, or loads in the background, which are
+    slower, fill the link."""
+    auto, in_step, beside = (
+        Engine(choice, num_fitting, num_tokens, prompts_launch, load_seconds).turns_per_second()
+        for choice in ("auto", "sync", "async")
     )
-    assert auto == in_step
+    assert auto >= 0.88 * beside
+    fills_link = num_fitting > 4 and load_seconds > prompts_launch
+    assert auto >= (0.79 if fills_link else 0.86) * in_step
+    if load_seconds <= prompts_launch:
+        is_best = auto >= (0.88 if num_fitting == 24 else 0.999) * max(in_step, beside)
+        assert is_best, "a load is hidden behind what launches it"

@@ -12,6 +12,7 @@ _GROUPS = "kv_connector/index/groups.py"
 _RATES = "kv_connector/scheduler/loads/rates.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _HALF = "kv_connector/scheduler/half.py"
+_WORKER = "kv_connector/worker/half.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
@@ -185,21 +186,65 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
-        (Patch(_CHOICE, "found_no_room or begin_together", "found_no_room"),),
-        tested(f"{_TESTS}::test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes"),
+        (Patch(_RATES, "longer - prompt if hit.num_beginning >= hit.num_others else longer", "longer"),),
+        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+    ),
+    Mutant(
+        "others-decode-and-wait",
+        "a load of a request that begins with others holds up those that decode",
+        (Patch(_RATES, "if hit.num_beginning >= hit.num_others else longer", "if hit.num_beginning else longer"),),
+        tested(f"{_TESTS}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
     ),
     Mutant(
         "beside-a-book",
         "a question without a hit that begins beside a hit of a whole book waits for all of its load",
         (
             Patch(
-                _CHOICE,
-                "all_begin and hit.num_blocks <= _MOST_LONGER * self._num_in_step",
-                "all_begin",
+                _RATES,
+                "return longer - prompt if hit.num_beginning >= hit.num_others else longer",
+                "return 0.0 if hit.num_beginning >= hit.num_others else longer",
             ),
         ),
+        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+    ),
+    Mutant(
+        "behind-no-other-load",
+        "a load of the step is hidden behind launching it, though others hide there already",
+        (
+            Patch(
+                _RATES,
+                "self._stall(hit, load, self._loading.seconds(num_in_step) or 0.0)",
+                "self._stall(hit, load, 0.0)",
+            ),
+        ),
+        tested(f"{_TESTS}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
+    ),
+    Mutant(
+        "launches-hide-nothing",
+        "a load that launching a prompt would hide goes to the background, and its request waits for both",
+        (Patch(_RATES, "max(self.launch_seconds, self._prefill.seconds", "max(0.0, self._prefill.seconds"),),
+        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+    ),
+    Mutant(
+        "long-prompts-hide-all",
+        "launching a long prompt, which waits for the device, hides loads of others for as long",
+        (Patch(_RATES, " and num_tokens <= _LAUNCHED_TOKENS and not num_loads", " and not num_loads"),),
+        tested(f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing"),
+    ),
+    Mutant(
+        "loads-hide-loads",
+        "a step that waits for its load on the thread hides later loads for as long",
+        (Patch(_WORKER, "if self._plan.computes and not loads:", "if self._plan.computes:"),),
         tested(
-            f"{_TESTS}::test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads"
+            "tests/worker/test_half.py::test_how_long_a_forward_pass_takes_the_thread_is_reported_where_it_loads_nothing"
+        ),
+    ),
+    Mutant(
+        "computed-in-no-time",
+        "a step whose report is looked at late seems to have computed its prompt in no time, and hits are computed",
+        (Patch(_RATES, " > launch_seconds:", " > 0:"),),
+        tested(
+            f"{_TESTS}::test_a_step_that_was_over_before_it_was_looked_at_says_nothing_about_the_speed_of_computing"
         ),
     ),
     Mutant(
@@ -212,13 +257,11 @@ LOADS: tuple[Mutant, ...] = (
                 "        if not self._background:",
             ),
         ),
-        tested(
-            f"{_TESTS}::test_who_begins_with_others_keeps_them_waiting_no_longer_than_twice_as_long_as_their_own_loads"
-        ),
+        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
     ),
     Mutant(
         "in-the-step-beside-it",
-        "a load in the background counts as one of the step, and others are loaded in it for its sake",
+        "a load in the background counts as one of the step, and is in the way of one that is hidden there",
         (
             Patch(
                 _LEASES,
@@ -226,9 +269,7 @@ LOADS: tuple[Mutant, ...] = (
                 "        self._planner.load_in_step(len(lease.host_ids))\n",
             ),
         ),
-        tested(
-            f"{_GONE}::test_what_is_loaded_in_the_background_is_not_loaded_in_the_step_beside_others_that_begin",
-        ),
+        tested(f"{_GONE}::test_what_is_loaded_in_the_background_is_not_in_the_way_of_a_load_of_the_step"),
     ),
     Mutant(
         "in-the-step-and-gone",
@@ -246,15 +287,7 @@ LOADS: tuple[Mutant, ...] = (
         "begin-unseen",
         "nobody is told who else begins in the step that is being planned",
         (Patch(_ANSWERS, "num_beginning=self._requests.num_beginning", "num_beginning=0"),),
-        tested(
-            f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_and_a_third_beside_one_that_decodes"
-        ),
-    ),
-    Mutant(
-        "others-decode-and-wait",
-        "a load of a request that begins with others holds up those that decode",
-        (Patch(_CHOICE, "hit.num_beginning >= hit.num_others", "hit.num_beginning > 0"),),
-        tested(f"{_TESTS}::test_what_begins_in_one_step_is_loaded_in_it_while_nobody_decodes"),
+        tested(f"{_GONE}::test_two_hits_that_begin_together_are_loaded_in_one_step_unless_a_third_one_decodes"),
     ),
     Mutant(
         "told-to-ask-again-for-no-room",
