@@ -21,7 +21,7 @@ from integration.figures.results import RESULTS, ROOT, read
 
 PICTURE = RESULTS / "overview.png"
 CHATS = {
-    "": ("vllm_serving_0320_24_12_later_h200", "vllm_serving_0320_16_6_h200", "vllm_serving_0320_12_6_h200"),
+    "": ("vllm_serving_0320_twelve_h200",),
     "\nolder": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("1x", "2x")),
 }
 MISSES = ("vllm_misses_0251_h200", "vllm_misses_0320_h200")
@@ -35,13 +35,10 @@ COLOURS = {"ours": "#3949ab", "offloading": "#ef6c00", "simple": "#8d6e63", "lmc
 
 
 def chats() -> dict[str, dict[str, float]]:
-    """Turns answered a second, by regime and engine; small hosts first, short answers first. Of each size of the host
-    the last result that has it."""
+    """Turns answered a second, by regime and engine; small hosts first, short answers first."""
     shown = {}
     for run, results in CHATS.items():
-        rows = {name: [row for row in read(name)["rows"] if "host_share" in row] for name in results}
-        last = {row["host_share"]: name for name, of in rows.items() for row in of}
-        found = regimes([row for name, of in rows.items() for row in of if last[row["host_share"]] == name])
+        found = regimes([row for name in results for row in read(name)["rows"] if "host_share" in row])
         for regime in sorted(found, key=lambda regime: (regime["host_share"], regime["answer"])):
             engines = regime["engines"]
             shown[f"host {regime['host_share']:g}x\nanswers {regime['answer']}{run}"] = {

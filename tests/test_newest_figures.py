@@ -76,15 +76,6 @@ def test_no_later_result_has_what_the_table_has() -> None:
         assert not later, f"{name} is older than these"
 
 
-def test_of_two_results_with_the_same_chats_the_later_one_shows() -> None:
-    found = results()
-    places = [newest.RESULTS.index(f"vllm_serving_0320_{which}_h200") for which in ("24_12_later", "12_6")]
-    assert places == sorted(places)
-    assert "16.37" in line(found, "vLLM", "turns", "host 1x")[0]
-    found[places[1]]["rows"] = [row for row in found[places[1]]["rows"] if row.get("host_share") != 1.0]
-    assert "10.83" in line(found, "vLLM", "turns", "host 1x")[0], "of the one before"
-
-
 def test_the_soonest_of_the_others_is_beside_ours_for_each_length() -> None:
     found = results()
     first = found[newest.RESULTS.index("vllm_ttft_0320_graphs_h200")]
@@ -118,7 +109,7 @@ def test_hits_that_are_void_are_beside_nothing() -> None:
 @pytest.mark.parametrize("name", ["offloading", "lmcache"])
 def test_turns_are_beside_the_peer_with_the_most(name: str) -> None:
     found = results()
-    chats = found[newest.RESULTS.index("vllm_serving_0320_12_6_h200")]
+    chats = found[newest.RESULTS.index("vllm_serving_0320_twelve_h200")]
     windows = [row for row in rows_of("chats", chats) if (row["host_share"], row["answer"]) == (1.0, 8)]
     (ours,) = [row["turns_per_second"] for row in windows if row["connector"] == "ours"]
     for window in windows:

@@ -33,7 +33,7 @@ WRITERS: dict[str, tuple[str | tuple[str, ...], Callable[..., list[str]]]] = {
     "lossless": ("lossless_h200", lossless.whole_copies),
     "lossless_ttft": ("vllm_lossless_0320_latest_h200", lossless.host_hits),
     "lossless_chats": ("vllm_serving_0320_075x_h200", lossless.chats),
-    "regimes": ("vllm_regimes_0320_12_6_h200", vllm.regimes),
+    "regimes": ("vllm_regimes_0320_twelve_h200", vllm.regimes),
     "regimes_before": ("vllm_regimes_0320_h200", vllm.regimes),
     "newest": (newest.RESULTS, newest.table),
     "ttft": ("vllm_ttft_0320_graphs_h200", vllm.host_hits),
