@@ -13,6 +13,7 @@ _RATES = "kv_connector/scheduler/loads/rates.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _HALF = "kv_connector/scheduler/half.py"
 _WORKER = "kv_connector/worker/half.py"
+_TIMED = "tests/worker/test_half.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
@@ -234,10 +235,32 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "loads-hide-loads",
         "a step that waits for its load on the thread hides later loads for as long",
-        (Patch(_WORKER, "if self._plan.computes and not loads:", "if self._plan.computes:"),),
-        tested(
-            "tests/worker/test_half.py::test_how_long_a_forward_pass_takes_the_thread_is_reported_where_it_loads_nothing"
+        (Patch(_RATES, "num_tokens <= _LAUNCHED_TOKENS and not num_loads", "num_tokens <= _LAUNCHED_TOKENS"),),
+        tested(f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing"),
+    ),
+    Mutant(
+        "launched-in-front-of-the-load",
+        "vLLM starts a step without loads behind its forward pass, so launching seems to take no time",
+        (
+            Patch(
+                _WORKER,
+                "        self._forward_seconds, self._called_at = 0.0, self._clock() if plan.computes else None\n",
+                "        self._forward_seconds, self._called_at = 0.0, None\n",
+            ),
         ),
+        tested(f"{_TIMED}::test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_among_the_calls"),
+    ),
+    Mutant(
+        "saves-hide-loads",
+        "submitting the saves of a step counts as launching it, and hides loads for as long",
+        (
+            Patch(
+                _WORKER,
+                "self._clock() - self._called_at)\n            self._called_at = None\n",
+                "self._clock() - self._called_at)\n",
+            ),
+        ),
+        tested(f"{_TIMED}::test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_among_the_calls"),
     ),
     Mutant(
         "computed-in-no-time",
