@@ -17,6 +17,7 @@ _TIMED = "tests/worker/test_half.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
+_LATE = "test_a_step_that_was_over_before_it_was_looked_at_took_no_longer_than_from_its_plan_on"
 _EXPECTATIONS = "tests/scheduler/loads/test_expectations.py"
 
 LOADS: tuple[Mutant, ...] = (
@@ -239,6 +240,18 @@ LOADS: tuple[Mutant, ...] = (
         tested(f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing"),
     ),
     Mutant(
+        "slow-launches-for-good",
+        "what launching prompts took while the host was busy hides loads for ever, once all prompts load",
+        (Patch(_RATES, "(num_loads > 0 and most_tokens > 1)", "False"),),
+        tested(f"{_TESTS}::test_what_launching_a_prompt_has_taken_in_bad_times_is_forgotten_though_all_prompts_load"),
+    ),
+    Mutant(
+        "waits-are-launches",
+        "a step that loads, or waits for the device, seems to take that long to launch",
+        (Patch(_RATES, "planned.limits_launch and launch_seconds < self.launch_seconds", "planned.limits_launch"),),
+        tested(f"{_TESTS}::test_a_thread_that_has_waited_for_a_load_or_the_device_has_not_launched_for_as_long"),
+    ),
+    Mutant(
         "launched-in-front-of-the-load",
         "vLLM starts a step without loads behind its forward pass, so launching seems to take no time",
         (
@@ -265,10 +278,26 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "computed-in-no-time",
         "a step whose report is looked at late seems to have computed its prompt in no time, and hits are computed",
-        (Patch(_RATES, " > launch_seconds:", " > 0:"),),
-        tested(
-            f"{_TESTS}::test_a_step_that_was_over_before_it_was_looked_at_says_nothing_about_the_speed_of_computing"
+        (Patch(_RATES, "if seconds > launch_seconds:", "if seconds > 0:"),),
+        tested(f"{_TESTS}::{_LATE}"),
+    ),
+    Mutant(
+        "slow-steps-for-good",
+        "the speed of computing stays what the first step had, which was compiled, where all others are looked at late",
+        (Patch(_RATES, "elif known is None or now - planned.at < known:", "elif known is None:"),),
+        tested(f"{_TESTS}::{_LATE}"),
+    ),
+    Mutant(
+        "steps-for-good",
+        "steps whose reports come in with later ones are remembered for ever",
+        (
+            Patch(
+                _RATES,
+                "        while self._steps and self._steps[0].step <= step:\n",
+                "        if self._steps and self._steps[0].step <= step:\n",
+            ),
         ),
+        tested(f"{_TESTS}::test_steps_whose_reports_come_in_together_leave_nothing_behind"),
     ),
     Mutant(
         "loads-of-steps-before",
