@@ -157,16 +157,6 @@ def is_first(name: str, users: int) -> bool:
     return bool(options["users"][0] == users)
 
 
-def together() -> Iterator[str]:
-    """For the log of changes."""
-    now, before = by_regime(NOW), by_regime(HERE)[2, 8]["over_best_peer"]
-    ratios = [now[share, answer]["over_best_peer"] for answer in (8, 128) for share in (1, 2)]
-    told = "were {:.2f} and {:.2f} times those of the best of three other connectors, with 128 tokens {:.2f}, in a slow"
-    yield told.format(*ratios)
-    yield f"window, and {ratios[3]:.2f}. On another machine they were"
-    yield f"they were {over_peers_later()[0]:.2f} and {before:.2f} times before with 8 tokens"
-
-
 def by_regime_here() -> Iterator[str]:
     found = by_regime(HERE)
     over = {regime: row["over_best_peer"] for regime, row in found.items()}

@@ -190,7 +190,6 @@ def policies() -> Iterator[str]:
 
 
 def changes() -> Iterator[str]:
-    yield from figures_of_latest.together()
     hits = [row["host_hits_percent"] for row in result("policies")["rows"] if row["trace"] == "phases"]
     yield f"{max(of['adaptive'] - of['LRU'] for of in hits):.1f} points more on the smallest (`policies.json`)"
     missed = over_none("sglang_misses_h200")
