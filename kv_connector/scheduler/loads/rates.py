@@ -157,7 +157,7 @@ class LoadEstimate:
         less than its thread did was over before the report of the one before it was looked at: it took less than from
         its plan on. That, and what a thread took that may have waited, for a load or the device, only says something
         where it is less than what is known: without it, what was learned in bad times would stay for good."""
-        if planned.says_launch or (planned.limits_launch and launch_seconds < self.launch_seconds):
+        if planned.says_launch or (planned.limits_launch and 0 < launch_seconds < self.launch_seconds):
             self._launches.append(launch_seconds)
         if planned.says_speed:
             seconds = now - max(planned.at, self._last_end)
@@ -207,7 +207,9 @@ class LoadEstimate:
         A step that computes a prompt takes its time on the thread and on the device in any case, in which what it loads
         is hidden. Where all others begin in this step, and nobody decodes, one step begins with all of them: they are
         spared that of this request, which would keep them waiting later. Launching a prompt took 28 ms without a CUDA
-        graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28)."""
-        prompt = max(self.launch_seconds, self._prefill.seconds(hit.num_new_tokens) or 0.0)
+        graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28). So does one that
+        has a single token of a prompt to compute: it looks like one that decodes."""
+        launch = self.launch_seconds if hit.num_new_tokens > 1 else 0.0
+        prompt = max(launch, self._prefill.seconds(hit.num_new_tokens) or 0.0)
         longer = max(prompt, in_step + load) - max(prompt, in_step)
         return longer - prompt if hit.num_beginning >= hit.num_others else longer

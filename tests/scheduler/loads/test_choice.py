@@ -98,9 +98,18 @@ def test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does(
     teach(planner)
     teach_launches(planner, launch)
     planner.load_in_step(num_in_step)
-    assert planner.choose("a", HitLoad(100, 1600, 1, 1, num_beginning), ()).value == mode
+    assert planner.choose("a", HitLoad(100, 1600, 2, 1, num_beginning), ()).value == mode
     planner.announce(8)
-    assert planner.choose("b", HitLoad(100, 1600, 1, 1), ()).value == ("sync" if launch == 0.1 else "async")
+    assert planner.choose("b", HitLoad(100, 1600, 2, 1), ()).value == ("sync" if launch == 0.1 else "async")
+
+
+def test_a_prompt_of_which_one_token_is_left_is_launched_as_one_that_decodes() -> None:
+    """In a graph, which takes no time: so nothing hides its load from those that decode."""
+    planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
+    teach(planner)
+    teach_launches(planner, 0.2)
+    modes = [planner.choose(f"{new}", HitLoad(100, 1600, new, 1), ()) for new in (1, 2)]
+    assert modes == [LoadMode.ASYNC, LoadMode.SYNC]
 
 
 def test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin() -> None:
@@ -109,9 +118,9 @@ def test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin() -> N
     teach(planner)
     teach_launches(planner, 0.2)
     planner.load_in_step(100)
-    assert planner.choose("a", HitLoad(101, 1600, 1, 2, 1), ()) is LoadMode.SYNC
+    assert planner.choose("a", HitLoad(101, 1600, 2, 2, 1), ()) is LoadMode.SYNC
     planner.load_in_step(101)
-    assert planner.choose("b", HitLoad(100, 1600, 1, 3, 2), ()) is LoadMode.ASYNC
+    assert planner.choose("b", HitLoad(100, 1600, 2, 3, 2), ()) is LoadMode.ASYNC
 
 
 @pytest.mark.parametrize(
@@ -129,7 +138,7 @@ def test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing(
     if num_known < 8:
         planner.estimate.step_planned(9, 100, 100, 0, now=30.0)
         planner.estimate.step_ended(9, now=30.0, launch_seconds=0.001)
-    assert planner.choose("a", HitLoad(100, 1600, 1, 1), ()).value == mode
+    assert planner.choose("a", HitLoad(100, 1600, 2, 1), ()).value == mode
 
 
 @pytest.mark.parametrize(

@@ -224,8 +224,14 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "launches-hide-nothing",
         "a load that launching a prompt would hide goes to the background, and its request waits for both",
-        (Patch(_RATES, "max(self.launch_seconds, self._prefill.seconds", "max(0.0, self._prefill.seconds"),),
+        (Patch(_RATES, "max(launch, self._prefill.seconds", "max(0.0, self._prefill.seconds"),),
         tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+    ),
+    Mutant(
+        "one-token-hides-all",
+        "a hit with one token left, which a graph launches in no time, is loaded as if launching it took long",
+        (Patch(_RATES, "self.launch_seconds if hit.num_new_tokens > 1 else 0.0", "self.launch_seconds"),),
+        tested(f"{_TESTS}::test_a_prompt_of_which_one_token_is_left_is_launched_as_one_that_decodes"),
     ),
     Mutant(
         "long-prompts-hide-all",
@@ -248,7 +254,7 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "waits-are-launches",
         "a step that loads, or waits for the device, seems to take that long to launch",
-        (Patch(_RATES, "planned.limits_launch and launch_seconds < self.launch_seconds", "planned.limits_launch"),),
+        (Patch(_RATES, "planned.limits_launch and 0 < launch_seconds < self.launch_seconds", "planned.limits_launch"),),
         tested(f"{_TESTS}::test_a_thread_that_has_waited_for_a_load_or_the_device_has_not_launched_for_as_long"),
     ),
     Mutant(
