@@ -6,7 +6,9 @@ here computes the same shapes, so equal bytes give equal tokens to the last bit.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from integration.tests.vllm_engines import (
 )
 from kv_connector.engines.vllm.steps import TELLS_FAILED_REQUESTS
 
+SLEEP_SECONDS = 0.02
 POLICIES = ("adaptive", "write_through", "write_through_selective", "write_back")
 
 
@@ -106,6 +109,21 @@ def test_draft_layers_are_saved_and_loaded_and_the_last_block_is_computed(folder
     assert sum(saved[key] == loaded[key] for key in keys) >= 2 * 12
 
 
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_launching_a_prompt_takes_is_known_wherever_vllm_calls_start_load_kv(folder: Path, drafts: bool) -> None:
+    """In front of the forward pass or, from 0.32 on, behind that of a step that loads nothing."""
+    options: dict[str, Any] = {"kv_transfer_config": transfer_config({"load_choice": "auto"})}
+    if drafts:
+        options["speculative_config"] = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with running(folder, num_blocks=120, **options) as engine:
+        engine.llm.collective_rpc(_sleep_in_forward_passes)
+        engine.alone(prompts(8, 40), 2)
+        engine.drain()
+        launch_seconds = engine.half._loads.estimate.launch_seconds
+        engine.check_all_free()
+    assert launch_seconds >= SLEEP_SECONDS
+
+
 @pytest.mark.usefixtures("two_ranks_on_the_cpu")
 def test_two_ranks_agree(folder: Path) -> None:
     config = transfer_config({"write_policy": "write_through"})
@@ -166,3 +184,7 @@ def test_preempted_requests_come_back_from_the_host(folder: Path) -> None:
         engine.check_all_free()
     assert answers == expected
     assert stats["sync_loads"] + stats["async_loads"] > 0
+
+
+def _sleep_in_forward_passes(worker: Any) -> None:
+    worker.model_runner.get_model().register_forward_pre_hook(lambda *_: time.sleep(SLEEP_SECONDS))

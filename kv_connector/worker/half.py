@@ -93,7 +93,7 @@ class WorkerHalf(KVConnectorWorker):
         self._completed: list[Completion] = []
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
-        self._forward_began: float | None = None  # where nothing is loaded in it
+        self._called_at: float | None = None  # the end of the last call that may be right in front of a forward pass
         self._forward_seconds = 0.0
         self._layers: frozenset[str] = frozenset()
         self._hooked: set[str] = set()  # layers that have waited for their load
@@ -142,7 +142,6 @@ class WorkerHalf(KVConnectorWorker):
         self.handle_preemptions(plan)
         self._plan = plan
         self._step = plan.step
-        self._forward_began, self._forward_seconds = None, 0.0
         self._saves_pending = bool(plan.saves)
         if plan.unfit:
             self._forms.note_unfit()
@@ -158,6 +157,7 @@ class WorkerHalf(KVConnectorWorker):
         if self._peers is not None:
             self._peers.begin(plan)
             self._arrivals.begin(job for job in plan.peer if awaits(job))
+        self._forward_seconds, self._called_at = 0.0, self._clock() if plan.computes else None
 
     def clear_connector_metadata(self) -> None:
         self._plan = None
@@ -167,6 +167,7 @@ class WorkerHalf(KVConnectorWorker):
         for here, as in front of a full graph."""
         if self._plan is None:
             return
+        self._time_forward()  # which vLLM has launched by now in a step that loads nothing
         loads, background = self._plan.loads, self._plan.background_loads
         self._arrivals.begin((*loads, *background))
         if loads:
@@ -176,8 +177,7 @@ class WorkerHalf(KVConnectorWorker):
         if background and self._mark is not None:
             self._transfer.submit_background_load(background, self._mark)
             self._mark = None
-        if self._plan.computes and not loads:
-            self._forward_began = self._clock()
+        self._called_at = self._clock() if self._plan.computes else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._hooked.add(layer_name)
@@ -193,8 +193,7 @@ class WorkerHalf(KVConnectorWorker):
     def wait_for_save(self) -> None:
         if self._plan is None:
             return
-        if self._forward_began is not None:
-            self._forward_seconds = self._clock() - self._forward_began
+        self._time_forward()
         if self._plan.loads:
             self._fail_loads(self._transfer.wait_all())  # whatever the hooks did, later steps find the load complete
         if self._peers is not None:
@@ -209,6 +208,7 @@ class WorkerHalf(KVConnectorWorker):
             self._transfer.submit_save(self._share.own_saves(self._plan.saves))
 
     def get_finished(self) -> tuple[set[str], set[str]]:
+        self._time_forward()  # where tokens are drafted, `wait_for_save` comes behind the report
         if self._peers is not None and self._plan is not None and not self._plan.computes:
             self._peers.rest()
         if self._engine is not None:
@@ -302,6 +302,13 @@ class WorkerHalf(KVConnectorWorker):
         before it that the engine had not heard of when it planned this one."""
         plan = self._plan
         return plan is not None and self._distrusted_step > plan.reported_step
+
+    def _time_forward(self) -> None:
+        """A call that may be the first one behind the forward pass: of all that may be, the pass lies in front of that
+        for which the thread took longest."""
+        if self._called_at is not None:
+            self._forward_seconds = max(self._forward_seconds, self._clock() - self._called_at)
+            self._called_at = None
 
     def _poll(self) -> None:
         """See what has ended, once in a step: a job is reported in the step in which its request is named received, or

@@ -87,28 +87,39 @@ def test_in_front_of_a_full_graph_the_whole_load_is_waited_for_though_all_layers
     worker.shutdown()
 
 
+@pytest.mark.parametrize(("computes", "milliseconds"), [(True, 28.0), (False, 0.0)])
 @pytest.mark.parametrize(
-    ("computes", "loads", "milliseconds"), [(True, False, 28.0), (True, True, 0.0), (False, False, 0.0)]
+    "calls",
+    [
+        ("start_load_kv", "forward", "wait_for_save", "get_finished"),
+        ("forward", "start_load_kv", "wait_for_save", "get_finished"),  # vLLM 0.32, where nothing is loaded
+        ("start_load_kv", "forward", "get_finished"),  # older ones, where tokens are drafted
+        ("forward", "start_load_kv", "get_finished"),
+    ],
 )
-def test_how_long_a_forward_pass_takes_the_thread_is_reported_where_it_loads_nothing(
-    computes: bool, loads: bool, milliseconds: float
+def test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_among_the_calls(
+    calls: tuple[str, ...], computes: bool, milliseconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of each step anew; one that loads may wait for that."""
+    """Of each step anew, and without what we take ourselves."""
     now = [10.0]
     worker = WorkerHalf(Config(host_memory="1MiB"), clock=lambda: now[0])
     worker.register_kv_caches({"layers.0": torch.zeros(NUM_BLOCKS, 8, 16)}, NUM_BLOCKS)
-    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
-    finish(worker)
-    plan = StepPlan(2, loads=(job(2, Direction.LOAD, 3, 5),) if loads else (), computes=computes)
-    worker.bind_connector_metadata(plan)
-    now[0] += 1.0
-    worker.start_load_kv()
-    now[0] += 0.028
-    worker.wait_for_layer_load("layers.0")
-    worker.wait_for_save()
-    now[0] += 1.0
+
+    def take_long(*_: object) -> None:
+        now[0] += 1.0
+
+    monkeypatch.setattr(worker._transfer, "submit_save", take_long)
+    monkeypatch.setattr(worker._transfer, "submit_background_load", take_long)
+    saves, background = (job(1, Direction.SAVE, 0, 5),), (job(2, Direction.LOAD, 1, 6),)
+    worker.bind_connector_metadata(StepPlan(1, saves=saves, background_loads=background, computes=computes))
+    for call in calls:
+        now[0] += 0.001 if call != "forward" else 0.027
+        if call != "forward":
+            getattr(worker, call)()
     assert worker.build_connector_worker_meta().launch_milliseconds == pytest.approx(milliseconds)
-    worker.bind_connector_metadata(StepPlan(3))
+    worker.wait_for_save()
+    worker.clear_connector_metadata()
+    worker.bind_connector_metadata(StepPlan(2))
     worker.start_load_kv()
     worker.wait_for_save()
     assert worker.build_connector_worker_meta().launch_milliseconds == 0.0

@@ -53,6 +53,17 @@ class HitLoad(NamedTuple):
     num_beginning: int = 0  # of these the ones that were admitted to the step that is being planned
 
 
+class _Planned(NamedTuple):
+    """A step, and what is learned from it."""
+
+    step: int
+    at: float
+    num_tokens: int
+    says_speed: bool  # of computing
+    says_launch: bool  # what launching a prompt takes
+    limits_launch: bool  # what it takes at most
+
+
 @dataclass(slots=True)
 class Rate:
     """A quotient that follows faster observations at once and slower ones slowly; 0 where nothing was observed.
@@ -81,8 +92,7 @@ class LoadEstimate:
         self._max_stall = max_stall_seconds
         self._loading = Rate()  # blocks a second
         self._prefill = Rate()  # tokens a second
-        self._steps: dict[int, tuple[float, int]] = {}  # step: (when it was planned, tokens that it computes)
-        self._prompt_steps: deque[int] = deque()  # that load nothing, in order
+        self._steps: deque[_Planned] = deque()  # that say something, in order
         self._launches: deque[float] = deque([0.0] * _LAUNCHES, maxlen=_LAUNCHES)  # of such steps
         self._last_end = 0.0
         self._last_plan = 0.0
@@ -125,25 +135,37 @@ class LoadEstimate:
 
     def step_planned(self, step: int, num_tokens: int, most_tokens: int, num_loads: int, now: float) -> None:
         """A step was planned that computes so many tokens, and at most so many of one request. One that loads says
-        nothing about the speed of computing."""
+        nothing about the speed of computing, and what launching it takes at most."""
         self._intervals.append(now - self._last_plan)
         self._last_plan = now
-        if num_tokens >= _PREFILL_TOKENS and not num_loads:
-            self._steps[step] = (now, num_tokens)
-        if most_tokens >= _PROMPT_TOKENS and num_tokens <= _LAUNCHED_TOKENS and not num_loads:
-            self._prompt_steps.append(step)
+        says_speed = num_tokens >= _PREFILL_TOKENS and not num_loads
+        says_launch = most_tokens >= _PROMPT_TOKENS and num_tokens <= _LAUNCHED_TOKENS and not num_loads
+        limits_launch = most_tokens >= _PROMPT_TOKENS or (num_loads > 0 and most_tokens > 1)
+        if says_speed or limits_launch:
+            self._steps.append(_Planned(step, now, num_tokens, says_speed, says_launch, limits_launch))
 
     def step_ended(self, step: int, now: float, launch_seconds: float = 0.0) -> None:
-        """Its report came in, by which its forward pass took the slowest rank's thread so long. Steps overlap, so each
-        began at the end of the one before it at the earliest. One that seems to have taken less than its thread did was
-        over before the report of the one before it was looked at, and says nothing about the speed of computing."""
-        while self._prompt_steps and self._prompt_steps[0] <= step:
-            if self._prompt_steps.popleft() == step:
-                self._launches.append(launch_seconds)
-        planned = self._steps.pop(step, None)
-        if planned is not None and (seconds := now - max(planned[0], self._last_end)) > launch_seconds:
-            self._prefill.observe(planned[1], seconds)
+        """Its report came in, by which its forward pass took the slowest rank's thread so long."""
+        while self._steps and self._steps[0].step <= step:
+            planned = self._steps.popleft()
+            if planned.step == step:
+                self._observe_step(planned, now, launch_seconds)
         self._last_end = now
+
+    def _observe_step(self, planned: _Planned, now: float, launch_seconds: float) -> None:
+        """Steps overlap, so each began at the end of the one before it at the earliest. One that seems to have taken
+        less than its thread did was over before the report of the one before it was looked at: it took less than from
+        its plan on. That, and what a thread took that may have waited, for a load or the device, only says something
+        where it is less than what is known: without it, what was learned in bad times would stay for good."""
+        if planned.says_launch or (planned.limits_launch and 0 < launch_seconds < self.launch_seconds):
+            self._launches.append(launch_seconds)
+        if planned.says_speed:
+            seconds = now - max(planned.at, self._last_end)
+            known = self.recompute_seconds(planned.num_tokens)
+            if seconds > launch_seconds:
+                self._prefill.observe(planned.num_tokens, seconds)
+            elif known is None or now - planned.at < known:
+                self._prefill.observe(planned.num_tokens, now - planned.at)
 
     def admitted(self, mode: LoadMode) -> None:
         """A request with a hit was admitted on this choice."""
@@ -185,7 +207,9 @@ class LoadEstimate:
         A step that computes a prompt takes its time on the thread and on the device in any case, in which what it loads
         is hidden. Where all others begin in this step, and nobody decodes, one step begins with all of them: they are
         spared that of this request, which would keep them waiting later. Launching a prompt took 28 ms without a CUDA
-        graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28)."""
-        prompt = max(self.launch_seconds, self._prefill.seconds(hit.num_new_tokens) or 0.0)
+        graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28). So does one that
+        has a single token of a prompt to compute: it looks like one that decodes."""
+        launch = self.launch_seconds if hit.num_new_tokens > 1 else 0.0
+        prompt = max(launch, self._prefill.seconds(hit.num_new_tokens) or 0.0)
         longer = max(prompt, in_step + load) - max(prompt, in_step)
         return longer - prompt if hit.num_beginning >= hit.num_others else longer

@@ -361,7 +361,7 @@ def know_rates(half: SchedulerHalf, launch_seconds: float) -> None:
 
 def test_two_hits_that_begin_together_are_loaded_in_one_step_unless_a_third_one_decodes() -> None:
     half, _ = make_half()
-    requests = [Asked(f"{number}", [number] * 9) for number in range(4)]
+    requests = [Asked(f"{number}", [number] * 10) for number in range(4)]
     for number, request in enumerate(requests):
         save(half, Asked(f"warm {number}", request.tokens), first_block=3 * number)
     know_rates(half, launch_seconds=1.0)
@@ -378,7 +378,7 @@ def test_two_hits_that_begin_together_are_loaded_in_one_step_unless_a_third_one_
 def test_what_is_loaded_in_the_background_is_not_in_the_way_of_a_load_of_the_step() -> None:
     """Beside one that decodes, where launching a prompt hides a load of two blocks, and none of four."""
     half, _ = make_half()
-    lengths = (9, 17, 9)
+    lengths = (10, 18, 10)
     requests = [Asked(f"{number}", [number] * length) for number, length in enumerate(lengths)]
     for number, request in enumerate(requests):
         save(half, Asked(f"warm {number}", request.tokens), first_block=5 * number)

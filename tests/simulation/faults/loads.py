@@ -13,9 +13,11 @@ _RATES = "kv_connector/scheduler/loads/rates.py"
 _LEASES = "kv_connector/scheduler/loads/leases.py"
 _HALF = "kv_connector/scheduler/half.py"
 _WORKER = "kv_connector/worker/half.py"
+_TIMED = "tests/worker/test_half.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
+_LATE = "test_a_step_that_was_over_before_it_was_looked_at_took_no_longer_than_from_its_plan_on"
 _EXPECTATIONS = "tests/scheduler/loads/test_expectations.py"
 
 LOADS: tuple[Mutant, ...] = (
@@ -222,8 +224,14 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "launches-hide-nothing",
         "a load that launching a prompt would hide goes to the background, and its request waits for both",
-        (Patch(_RATES, "max(self.launch_seconds, self._prefill.seconds", "max(0.0, self._prefill.seconds"),),
+        (Patch(_RATES, "max(launch, self._prefill.seconds", "max(0.0, self._prefill.seconds"),),
         tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+    ),
+    Mutant(
+        "one-token-hides-all",
+        "a hit with one token left, which a graph launches in no time, is loaded as if launching it took long",
+        (Patch(_RATES, "self.launch_seconds if hit.num_new_tokens > 1 else 0.0", "self.launch_seconds"),),
+        tested(f"{_TESTS}::test_a_prompt_of_which_one_token_is_left_is_launched_as_one_that_decodes"),
     ),
     Mutant(
         "long-prompts-hide-all",
@@ -234,18 +242,68 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "loads-hide-loads",
         "a step that waits for its load on the thread hides later loads for as long",
-        (Patch(_WORKER, "if self._plan.computes and not loads:", "if self._plan.computes:"),),
-        tested(
-            "tests/worker/test_half.py::test_how_long_a_forward_pass_takes_the_thread_is_reported_where_it_loads_nothing"
+        (Patch(_RATES, "num_tokens <= _LAUNCHED_TOKENS and not num_loads", "num_tokens <= _LAUNCHED_TOKENS"),),
+        tested(f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing"),
+    ),
+    Mutant(
+        "slow-launches-for-good",
+        "what launching prompts took while the host was busy hides loads for ever, once all prompts load",
+        (Patch(_RATES, "(num_loads > 0 and most_tokens > 1)", "False"),),
+        tested(f"{_TESTS}::test_what_launching_a_prompt_has_taken_in_bad_times_is_forgotten_though_all_prompts_load"),
+    ),
+    Mutant(
+        "waits-are-launches",
+        "a step that loads, or waits for the device, seems to take that long to launch",
+        (Patch(_RATES, "planned.limits_launch and 0 < launch_seconds < self.launch_seconds", "planned.limits_launch"),),
+        tested(f"{_TESTS}::test_a_thread_that_has_waited_for_a_load_or_the_device_has_not_launched_for_as_long"),
+    ),
+    Mutant(
+        "launched-in-front-of-the-load",
+        "vLLM starts a step without loads behind its forward pass, so launching seems to take no time",
+        (
+            Patch(
+                _WORKER,
+                "        self._forward_seconds, self._called_at = 0.0, self._clock() if plan.computes else None\n",
+                "        self._forward_seconds, self._called_at = 0.0, None\n",
+            ),
         ),
+        tested(f"{_TIMED}::test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_among_the_calls"),
+    ),
+    Mutant(
+        "saves-hide-loads",
+        "submitting the saves of a step counts as launching it, and hides loads for as long",
+        (
+            Patch(
+                _WORKER,
+                "self._clock() - self._called_at)\n            self._called_at = None\n",
+                "self._clock() - self._called_at)\n",
+            ),
+        ),
+        tested(f"{_TIMED}::test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_among_the_calls"),
     ),
     Mutant(
         "computed-in-no-time",
         "a step whose report is looked at late seems to have computed its prompt in no time, and hits are computed",
-        (Patch(_RATES, " > launch_seconds:", " > 0:"),),
-        tested(
-            f"{_TESTS}::test_a_step_that_was_over_before_it_was_looked_at_says_nothing_about_the_speed_of_computing"
+        (Patch(_RATES, "if seconds > launch_seconds:", "if seconds > 0:"),),
+        tested(f"{_TESTS}::{_LATE}"),
+    ),
+    Mutant(
+        "slow-steps-for-good",
+        "the speed of computing stays what the first step had, which was compiled, where all others are looked at late",
+        (Patch(_RATES, "elif known is None or now - planned.at < known:", "elif known is None:"),),
+        tested(f"{_TESTS}::{_LATE}"),
+    ),
+    Mutant(
+        "steps-for-good",
+        "steps whose reports come in with later ones are remembered for ever",
+        (
+            Patch(
+                _RATES,
+                "        while self._steps and self._steps[0].step <= step:\n",
+                "        if self._steps and self._steps[0].step <= step:\n",
+            ),
         ),
+        tested(f"{_TESTS}::test_steps_whose_reports_come_in_together_leave_nothing_behind"),
     ),
     Mutant(
         "loads-of-steps-before",
