@@ -243,15 +243,16 @@ class StepReport(NamedTuple):
     `num_host_blocks` is how many host blocks are ready for use on this rank; it only grows. `block_bytes` is the size
     of one. `load_milliseconds` is how long the loads of `loaded_bytes` took. `loading_bytes` and `saving_bytes` belong
     to copies in flight and are not known to have arrived. `launch_milliseconds` is how long the model-runner thread was
-    at the forward pass, where the step has one. `found` has, for each lookup in `done`, a number whose bit i says that
-    its key i exists here, and all in front of it unless they are kept `singly`. `missing` has, for jobs in `done`,
-    those of their host blocks that were not moved on this rank, or whose content did not fit. `group_blocks` is a power
-    of two: how many blocks of a prefix this rank's storage keeps as one object. `storage_counters` are the sums and
-    gauges of this rank's storage, by name, whenever they may have changed, and `peer_counters` those of its links to
-    other engines. `peer_port` is where those reach this rank, 0 if nowhere; with `peers_are_broken` they never will
-    again. `lost_blocks` are device blocks whose load failed, as the engine was told since the previous report; with
-    `has_failed_in_step` the step was to read some of them. `job_seconds` has, for jobs in `done`, how long they ran on
-    this rank, where that is known: of jobs that were copied together the first has the time of all.
+    at the forward pass, where the step has one, without what layers have waited for their loads. `found` has, for each
+    lookup in `done`, a number whose bit i says that its key i exists here, and all in front of it unless they are kept
+    `singly`. `missing` has, for jobs in `done`, those of their host blocks that were not moved on this rank, or whose
+    content did not fit. `group_blocks` is a power of two: how many blocks of a prefix this rank's storage keeps as one
+    object. `storage_counters` are the sums and gauges of this rank's storage, by name, whenever they may have changed,
+    and `peer_counters` those of its links to other engines. `peer_port` is where those reach this rank, 0 if nowhere;
+    with `peers_are_broken` they never will again. `lost_blocks` are device blocks whose load failed, as the engine was
+    told since the previous report; with `has_failed_in_step` the step was to read some of them. `job_seconds` has, for
+    jobs in `done`, how long they ran on this rank, where that is known: of jobs that were copied together the first has
+    the time of all.
     """
 
     step: int

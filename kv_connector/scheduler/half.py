@@ -224,7 +224,8 @@ class SchedulerHalf(Operations, KVConnectorScheduler):
         loads, background = self._requests.plan_loads()
         num_tokens, most_tokens = self._scheduled.plan(self._step, output, now)
         saves = self._saves.jobs.open()
-        self._loads.estimate.step_planned(self._step, num_tokens, most_tokens, len(loads), now)
+        num_loaded = sum(job.num_blocks for job in loads)
+        self._loads.estimate.step_planned(self._step, num_tokens, most_tokens, num_loaded, now)
         announced, awaited = self._loads.announce(self._step)
         self._log_removed()
         plan = StepPlan(

@@ -93,7 +93,8 @@ class WorkerHalf(KVConnectorWorker):
         self._completed: list[Completion] = []
         self._mark: Event | None = None  # where background loads may start
         self._saves_pending = False
-        self._called_at: float | None = None  # the end of the last call that may be right in front of a forward pass
+        self._called_at: float | None = None  # the end of the last call that may be right in front of a forward pass,
+        # later by what its layers have waited for their loads
         self._forward_seconds = 0.0
         self._layers: frozenset[str] = frozenset()
         self._hooked: set[str] = set()  # layers that have waited for their load
@@ -182,7 +183,10 @@ class WorkerHalf(KVConnectorWorker):
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._hooked.add(layer_name)
         if self._plan is not None and self._plan.loads:
+            began = self._clock()
             self._fail_loads(self._transfer.wait_layer(layer_name))
+            if self._called_at is not None:
+                self._called_at += self._clock() - began
 
     def save_kv_layer(self, layer_name: str) -> None:
         """A save packs all layers of a block into one run of host memory, after the last of them; other engines may be

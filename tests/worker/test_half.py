@@ -126,6 +126,29 @@ def test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_amo
     worker.shutdown()
 
 
+def test_what_layers_wait_for_their_loads_does_not_count_as_launching_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    worker = WorkerHalf(Config(host_memory="1MiB"), clock=lambda: now[0])
+    worker.register_kv_caches({"layers.0": torch.zeros(NUM_BLOCKS, 8, 16)}, NUM_BLOCKS)
+    step(worker, StepPlan(1, saves=(job(1, Direction.SAVE, 0, 5),)))
+    finish(worker)
+    wait_layer = worker._transfer.wait_layer
+
+    def wait_long(name: str) -> Any:
+        now[0] += 1.0
+        return wait_layer(name)
+
+    monkeypatch.setattr(worker._transfer, "wait_layer", wait_long)
+    worker.bind_connector_metadata(StepPlan(2, loads=(job(2, Direction.LOAD, 3, 5),), computes=True))
+    worker.start_load_kv()
+    for seconds in (0.020, 0.008):
+        now[0] += seconds
+        worker.wait_for_layer_load("layers.0")
+    worker.wait_for_save()
+    assert worker.build_connector_worker_meta().launch_milliseconds == pytest.approx(28.0)
+    worker.shutdown()
+
+
 @pytest.mark.parametrize("full_graph", [False, True])
 def test_a_block_is_saved_and_loaded_elsewhere(device: torch.device, full_graph: bool) -> None:
     """With a full CUDA graph no hook runs: the whole load is waited for on the stream in front of the replay."""

@@ -29,6 +29,9 @@ _PROMPT_TOKENS = 32
 _LAUNCHED_TOKENS = 1024
 """Of a step: where it computes more, the thread that launches it may wait for the device, whose queue holds some 1,024
 kernels."""
+_AS_LONG = 0.75, 1.1
+"""Of what a step loads: a thread that was at the forward pass for between so much of that time may have waited for it,
+in a model whose layers wait for the device."""
 _IDLE = 2.0
 """Times the load, for which a request has blocks that nobody computes on where it is loaded in the background: it waits
 behind other loads, and then for a step. Two at a time took 51 ms with loads of 24 (vLLM 0.32, 8B model, H200)."""
@@ -59,6 +62,7 @@ class _Planned(NamedTuple):
     step: int
     at: float
     num_tokens: int
+    num_loaded: int  # blocks
     says_speed: bool  # of computing
     says_launch: bool  # what launching a prompt takes
     limits_launch: bool  # what it takes at most
@@ -93,7 +97,7 @@ class LoadEstimate:
         self._loading = Rate()  # blocks a second
         self._prefill = Rate()  # tokens a second
         self._steps: deque[_Planned] = deque()  # that say something, in order
-        self._launches: deque[float] = deque([0.0] * _LAUNCHES, maxlen=_LAUNCHES)  # of such steps
+        self._launches: deque[float] = deque(maxlen=_LAUNCHES)  # of such steps
         self._last_end = 0.0
         self._last_plan = 0.0
         self._intervals: deque[float] = deque([0.0] * _STEPS, maxlen=_STEPS)  # between the last plans
@@ -130,19 +134,19 @@ class LoadEstimate:
     @property
     def launch_seconds(self) -> float:
         """What a step that computes prompts takes the model-runner thread at least: of the last ones the shortest
-        counts, as others had more to launch, or something to compile. 0 as long as few are known."""
-        return min(self._launches)
+        counts, as others had more to launch, or something to compile. 0 as long as none is known."""
+        return min(self._launches, default=0.0)
 
-    def step_planned(self, step: int, num_tokens: int, most_tokens: int, num_loads: int, now: float) -> None:
-        """A step was planned that computes so many tokens, and at most so many of one request. One that loads says
-        nothing about the speed of computing, and what launching it takes at most."""
+    def step_planned(self, step: int, num_tokens: int, most_tokens: int, num_loaded: int, now: float) -> None:
+        """A step was planned that computes so many tokens, at most so many of one request, and loads so many blocks.
+        One that loads says nothing about the speed of computing."""
         self._intervals.append(now - self._last_plan)
         self._last_plan = now
-        says_speed = num_tokens >= _PREFILL_TOKENS and not num_loads
-        says_launch = most_tokens >= _PROMPT_TOKENS and num_tokens <= _LAUNCHED_TOKENS and not num_loads
-        limits_launch = most_tokens >= _PROMPT_TOKENS or (num_loads > 0 and most_tokens > 1)
+        says_speed = num_tokens >= _PREFILL_TOKENS and not num_loaded
+        says_launch = most_tokens >= _PROMPT_TOKENS and num_tokens <= _LAUNCHED_TOKENS
+        limits_launch = most_tokens >= _PROMPT_TOKENS or (num_loaded > 0 and most_tokens > 1)
         if says_speed or limits_launch:
-            self._steps.append(_Planned(step, now, num_tokens, says_speed, says_launch, limits_launch))
+            self._steps.append(_Planned(step, now, num_tokens, num_loaded, says_speed, says_launch, limits_launch))
 
     def step_ended(self, step: int, now: float, launch_seconds: float = 0.0) -> None:
         """Its report came in, by which its forward pass took the slowest rank's thread so long."""
@@ -157,7 +161,10 @@ class LoadEstimate:
         less than its thread did was over before the report of the one before it was looked at: it took less than from
         its plan on. That, and what a thread took that may have waited, for a load or the device, only says something
         where it is less than what is known: without it, what was learned in bad times would stay for good."""
-        if planned.says_launch or (planned.limits_launch and 0 < launch_seconds < self.launch_seconds):
+        least, most = (share * (self._loading.seconds(planned.num_loaded) or 0.0) for share in _AS_LONG)
+        may_have_waited = planned.num_loaded > 0 and least <= launch_seconds <= most
+        says_launch = planned.says_launch and launch_seconds > 0 and not may_have_waited
+        if says_launch or (planned.limits_launch and 0 < launch_seconds < self.launch_seconds):
             self._launches.append(launch_seconds)
         if planned.says_speed:
             seconds = now - max(planned.at, self._last_end)

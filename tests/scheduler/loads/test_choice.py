@@ -69,10 +69,10 @@ def test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle(
     assert choose(estimate, others=num_others, new=new) is LoadMode.ASYNC, "there are more blocks"
 
 
-def teach_launches(planner: LoadPlanner, seconds: float, num_tokens: int = 100, num_loads: int = 0) -> None:
+def teach_launches(planner: LoadPlanner, seconds: float, num_tokens: int = 100, num_loaded: int = 0) -> None:
     """Eight steps that compute a prompt took the thread so long."""
     for number in range(8):
-        planner.estimate.step_planned(number, num_tokens, num_tokens, num_loads, now=20.0)
+        planner.estimate.step_planned(number, num_tokens, num_tokens, num_loaded, now=20.0)
         planner.estimate.step_ended(number, now=20.0, launch_seconds=seconds)
 
 
@@ -124,17 +124,26 @@ def test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin() -> N
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_loads", "num_known", "mode"),
-    [(100, 0, 8, "sync"), (1025, 0, 8, "async"), (31, 0, 8, "async"), (100, 1, 8, "async"), (100, 0, 7, "async")],
+    ("num_tokens", "num_loaded", "num_known", "mode"),
+    [
+        (100, 0, 8, "sync"),
+        (1025, 0, 8, "async"),
+        (31, 0, 8, "async"),
+        (100, 900, 8, "sync"),
+        (100, 920, 8, "async"),
+        (100, 1300, 8, "async"),
+        (100, 1400, 8, "sync"),
+        (100, 0, 7, "async"),
+    ],
 )
-def test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing(
-    num_tokens: int, num_loads: int, num_known: int, mode: str
+def test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing(
+    num_tokens: int, num_loaded: int, num_known: int, mode: str
 ) -> None:
-    """Where much is computed the thread may have waited for the device, where something is loaded for that, and drafts
+    """Where much is computed the thread may have waited for the device, and for a load where that takes as long; drafts
     are launched as tokens are. Of eight the shortest counts: one may have been compiled."""
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
-    teach_launches(planner, 1.0, num_tokens, num_loads)
+    teach_launches(planner, 1.0, num_tokens, num_loaded)
     if num_known < 8:
         planner.estimate.step_planned(9, 100, 100, 0, now=30.0)
         planner.estimate.step_ended(9, now=30.0, launch_seconds=0.001)
@@ -142,7 +151,7 @@ def test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing(
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "most_tokens", "num_loads", "launch", "mode"),
+    ("num_tokens", "most_tokens", "num_loaded", "launch", "mode"),
     [
         (17, 17, 1, 0.09, "async"),
         (100, 100, 1, 0.09, "async"),
@@ -152,27 +161,27 @@ def test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing(
     ],
 )
 def test_what_launching_a_prompt_has_taken_in_bad_times_is_forgotten_though_all_prompts_load(
-    num_tokens: int, most_tokens: int, num_loads: int, launch: float, mode: str
+    num_tokens: int, most_tokens: int, num_loaded: int, launch: float, mode: str
 ) -> None:
     """Eight prompts in a row were slow to launch, as the host was busy. Since then all have hits, which are loaded in
     the step: it would stay so."""
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
     teach_launches(planner, 0.1)
-    planner.estimate.step_planned(8, num_tokens, most_tokens, num_loads, now=30.0)
+    planner.estimate.step_planned(8, num_tokens, most_tokens, num_loaded, now=30.0)
     planner.estimate.step_ended(8, now=40.0, launch_seconds=launch)
     assert planner.choose("a", HitLoad(100, 1600, 2, 1), ()).value == mode
 
 
-@pytest.mark.parametrize(("num_tokens", "num_loads"), [(100, 1), (5000, 0)])
+@pytest.mark.parametrize(("num_tokens", "num_loaded"), [(100, 200), (5000, 0)])
 def test_a_thread_that_has_waited_for_a_load_or_the_device_has_not_launched_for_as_long(
-    num_tokens: int, num_loads: int
+    num_tokens: int, num_loaded: int
 ) -> None:
     """However many steps of that kind there are."""
     planner = LoadPlanner(Config(), CacheMetrics(), lambda: 10.0)
     teach(planner)
     teach_launches(planner, 0.09)
-    teach_launches(planner, 0.2, num_tokens, num_loads)
+    teach_launches(planner, 0.2, num_tokens, num_loaded)
     assert planner.choose("a", HitLoad(100, 1600, 2, 1), ()) is LoadMode.ASYNC
 
 

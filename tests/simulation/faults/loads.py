@@ -236,19 +236,29 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "long-prompts-hide-all",
         "launching a long prompt, which waits for the device, hides loads of others for as long",
-        (Patch(_RATES, " and num_tokens <= _LAUNCHED_TOKENS and not num_loads", " and not num_loads"),),
-        tested(f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing"),
+        (Patch(_RATES, " and num_tokens <= _LAUNCHED_TOKENS", ""),),
+        tested(
+            f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing"
+        ),
     ),
     Mutant(
         "loads-hide-loads",
         "a step that waits for its load on the thread hides later loads for as long",
-        (Patch(_RATES, "num_tokens <= _LAUNCHED_TOKENS and not num_loads", "num_tokens <= _LAUNCHED_TOKENS"),),
-        tested(f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_that_load_nothing"),
+        (Patch(_RATES, " and not may_have_waited", ""),),
+        tested(
+            f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing"
+        ),
+    ),
+    Mutant(
+        "layers-wait-and-launch",
+        "what layers wait for their loads counts as launching them",
+        (Patch(_WORKER, "self._called_at += self._clock() - began", "pass"),),
+        tested(f"{_TIMED}::test_what_layers_wait_for_their_loads_does_not_count_as_launching_them"),
     ),
     Mutant(
         "slow-launches-for-good",
         "what launching prompts took while the host was busy hides loads for ever, once all prompts load",
-        (Patch(_RATES, "(num_loads > 0 and most_tokens > 1)", "False"),),
+        (Patch(_RATES, "(num_loaded > 0 and most_tokens > 1)", "False"),),
         tested(f"{_TESTS}::test_what_launching_a_prompt_has_taken_in_bad_times_is_forgotten_though_all_prompts_load"),
     ),
     Mutant(
