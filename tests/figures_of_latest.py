@@ -103,7 +103,7 @@ def by_regime_now() -> Iterator[str]:
     cached = sorted(100 * one["cached_share"] for one in by_regime(NOW)[2, 128]["engines"].values())
     yield f"and {cached[0]:.0f} to {cached[-1]:.0f} % is cached"
     load_ms = [row["counted"]["load_milliseconds"] / row["counted"]["sync_loads"] for row in ours]
-    yield f"A load takes {min(load_ms):.0f} to {max(load_ms):.0f} ms"
+    yield f"takes as long as the {min(load_ms):.0f} to {max(load_ms):.0f} ms of a load"
 
 
 def counted_turns(row: Row) -> int:
