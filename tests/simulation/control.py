@@ -151,8 +151,8 @@ class ControlWatch:
                 self._pinned[group_key(block_hash, group)] += sign
 
     def check_taken(self, hashes: Sequence[BlockHash], prompt: Sequence[BlockHash]) -> None:
-        """Somebody has given these as a prefix, of this prompt if of any. Of windows no block follows another, and where
-        prompts end inside of blocks one such end is known like a prompt's first block."""
+        """Somebody has given these as a prefix, of this prompt if of any. Of windows no block follows another, and
+        where prompts end inside of blocks one such end is known like a prompt's first block."""
         for group in self._config.layer_groups:
             is_full = (group.window, group.chunk_blocks, group.is_recurrent) == (None, None, False)
             ends = slice(group.hashes_per_block - 1, len(hashes), group.hashes_per_block)
