@@ -85,8 +85,9 @@ class Config:
         sets no limit, and there is none for the saves of `write_back` before a device block is reused.
     load_choice: how a hit is loaded.
     max_load_stall_ms: under `auto`, a load that would stall running requests for longer than this goes to the
-        background, unless device blocks are scarce. What it hides behind does not count: launching and computing the
-        step's prompts, which would take as long without it.
+        background, unless device blocks are scarce. The time that launching the step takes anyway, or computing
+        the rest of the request's own prompt, is no stall; nor, where all others begin in the same step, is that of a
+        later step that they are spared.
     block_major: ask the engine for a device cache in which the layers of a block are contiguous, where it offers one: a
         block is then one long copy.
     copy_path: how bytes move between device and host.

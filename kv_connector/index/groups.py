@@ -175,10 +175,10 @@ class GroupedTree:
         return self.tree.insert_apart([keys[block] for block in blocks], now, terms)
 
     def knows_prefix(self, hashes: Sequence[BlockHash]) -> bool:
-        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first: so
-        far as blocks of full attention end there, for of windows nothing says what they follow. Where prompts end inside
-        of blocks, such an end is known like a prompt's first block, and believed to be one: no request looks for it
-        there."""
+        """Whether each of these hashes is known behind the one before it, and the first of them as a prompt's first:
+        so far as blocks of full attention end there, for of windows nothing says what they follow. Where prompts end
+        inside of blocks, such an end is known like a prompt's first block, and believed to be one: no request looks
+        for it there."""
         if len(set(hashes)) < len(hashes) or any(split_key(block_hash)[1] for block_hash in hashes):
             return False  # one is there twice, or the name of another group's copy
         parents = self.tree.parent

@@ -126,6 +126,16 @@ def test_how_long_a_forward_pass_takes_the_thread_is_reported_wherever_it_is_amo
     worker.shutdown()
 
 
+def test_a_step_that_was_never_launched_does_not_lengthen_the_next_one() -> None:
+    """An engine may give one up in between."""
+    now = [10.0]
+    worker = WorkerHalf(Config(), clock=lambda: now[0])
+    for number in (1, 2):
+        worker.bind_connector_metadata(StepPlan(number, computes=number == 1))
+        now[0] += 1.0
+    assert worker.build_connector_worker_meta().launch_milliseconds == 0.0
+
+
 def test_what_layers_wait_for_their_loads_does_not_count_as_launching_them(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     worker = WorkerHalf(Config(host_memory="1MiB"), clock=lambda: now[0])

@@ -1,6 +1,6 @@
 """How a hit comes to the device: at once, beside other work, on another's load, or not at all.
 
-    sync        the step waits for it layer by layer; for hits that hide behind what the step computes
+    sync        the step waits for it layer by layer; for hits that are hidden behind launching or computing the step
     async       the request waits for it while others run; for hits that would hold the others up, unless blocks are
                 scarce, and those of the request would lie idle for longer than everybody's in the step
     coalesced   another request's load of the same prefix is under way: ask again, it will be a device hit
@@ -11,6 +11,7 @@ The choice is made from observed rates; as long as one is unknown the answer is 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from enum import Enum
@@ -25,10 +26,10 @@ _LOADS = 8  # whose delays are remembered
 _LAUNCHES = 8  # whose durations are remembered
 _PREFILL_TOKENS = 64  # a step of fewer tokens says nothing about the speed of prefill
 _PROMPT_TOKENS = 32
-"""Of one request: a step that computes so many computes a prompt, and not drafts of tokens."""
+"""Of one request: where a step computes so many, it computes a prompt, and not only drafts."""
 _LAUNCHED_TOKENS = 1024
-"""Of a step: where it computes more, the thread that launches it may wait for the device, whose queue holds some 1,024
-kernels."""
+"""Of a step: one that computes more may keep the device busy for so long that the thread waits for room in its queue of
+kernels, which is no launching."""
 _AS_LONG = 0.75, 1.1
 """Of what a step loads: a thread that was at the forward pass for between so much of that time may have waited for it,
 in a model whose layers wait for the device."""
@@ -47,13 +48,13 @@ class LoadMode(Enum):
 
 
 class HitLoad(NamedTuple):
-    """The load of a hit: what it takes and saves, and whom it may hold up."""
+    """A hit as the choice sees it: what loading it takes and spares, and whom it may hold up."""
 
-    num_blocks: int  # to copy
-    num_hit_tokens: int  # of the prompt, that need not be computed then
-    num_new_tokens: int  # of the prompt, behind them
+    num_blocks: int  # to copy, of all groups
+    num_hit_tokens: int  # of the prompt, which need not be computed then
+    num_new_tokens: int  # of the prompt behind them, which have to be
     num_others: int  # requests that have blocks on the device
-    num_beginning: int = 0  # of these the ones that were admitted to the step that is being planned
+    num_beginning: int = 0  # those of them that were admitted to the step that is being planned
 
 
 class _Planned(NamedTuple):
@@ -161,7 +162,8 @@ class LoadEstimate:
         less than its thread did was over before the report of the one before it was looked at: it took less than from
         its plan on. That, and what a thread took that may have waited, for a load or the device, only says something
         where it is less than what is known: without it, what was learned in bad times would stay for good."""
-        least, most = (share * (self._loading.seconds(planned.num_loaded) or 0.0) for share in _AS_LONG)
+        load_seconds = self._loading.seconds(planned.num_loaded)
+        least, most = (0.0, math.inf) if load_seconds is None else (share * load_seconds for share in _AS_LONG)
         may_have_waited = planned.num_loaded > 0 and least <= launch_seconds <= most
         says_launch = planned.says_launch and launch_seconds > 0 and not may_have_waited
         if says_launch or (planned.limits_launch and 0 < launch_seconds < self.launch_seconds):

@@ -45,16 +45,30 @@ def test_nobody_waits_for_a_load_that_was_never_begun() -> None:
     half.check()
 
 
-def test_who_leaves_before_the_step_is_planned_makes_no_room_for_a_long_load_beside_others() -> None:
-    """A hit is loaded in the step where others load half as much in it: what nobody loads any more does not count."""
-    half, _ = make_half(load_choice="sync")
+@pytest.mark.parametrize("load_choice", ["sync", "async"])
+def test_a_load_whose_request_leaves_before_the_step_is_planned_is_not_one_of_the_step(load_choice: str) -> None:
+    """Others behind it are told how they are loaded by what the step loads in all."""
+    half, _ = make_half(load_choice=load_choice)
     save(half, Asked("warm", PROMPT), first_block=40)
     gone = Asked("gone", PROMPT)
-    assert half.get_num_new_matched_tokens(gone, 0) == (8, False)
+    assert half.get_num_new_matched_tokens(gone, 0) == (8, load_choice == "async")
     half.update_state_after_alloc(gone, [[0, 1, 2]], 0, 8)
-    assert half._loads._num_in_step == 2
+    assert half._loads._num_in_step == (2 if load_choice == "sync" else 0)
     half.request_finished(gone)
     assert half._loads._num_in_step == 0
+
+
+def test_a_load_of_the_step_has_the_blocks_that_are_copied() -> None:
+    """Of a sliding window the last ones."""
+    half, _ = make_half(load_choice="sync", num_host_blocks=20, groups=(BlockGroup(), BlockGroup(window_blocks=1)))
+    warm = Asked("warm", PROMPT)
+    half.update_state_after_alloc(warm, [[40, 41, 42], [50, 51, 52]], 0, 0)
+    report(half, run(half, warm))
+    half.request_finished(warm)
+    again = Asked("again", PROMPT)
+    assert half.get_num_new_matched_tokens(again, 0) == (8, False)
+    half.update_state_after_alloc(again, [[0, 1, 2], [NO_BLOCK, 4, 5]], 0, 8)
+    assert half._loads._num_in_step == 3
 
 
 @pytest.mark.parametrize("what", ["goes on", "ended", "preempted"])

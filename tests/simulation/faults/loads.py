@@ -17,6 +17,7 @@ _TIMED = "tests/worker/test_half.py"
 _ANSWERS = "kv_connector/scheduler/loads/answers.py"
 _GONE = "tests/scheduler/loads/test_leases.py"
 _TESTS = "tests/scheduler/loads/test_choice.py"
+_OF_RATES = "tests/scheduler/loads/test_rates.py"
 _LATE = "test_a_step_that_was_over_before_it_was_looked_at_took_no_longer_than_from_its_plan_on"
 _EXPECTATIONS = "tests/scheduler/loads/test_expectations.py"
 
@@ -159,7 +160,7 @@ LOADS: tuple[Mutant, ...] = (
         "scarce-blocks-idle",
         "a request has its blocks for as long as its load takes in the background, however many wait for them",
         (Patch(_CHOICE, "found_no_room = before not in (None, LoadMode.COALESCED)", "found_no_room = False"),),
-        tested(f"{_TESTS}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
+        tested(f"{_OF_RATES}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
     ),
     Mutant(
         "filled-by-one-alone",
@@ -189,13 +190,13 @@ LOADS: tuple[Mutant, ...] = (
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
         (Patch(_RATES, "longer - prompt if hit.num_beginning >= hit.num_others else longer", "longer"),),
-        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+        tested(f"{_OF_RATES}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
     ),
     Mutant(
         "others-decode-and-wait",
         "a load of a request that begins with others holds up those that decode",
         (Patch(_RATES, "if hit.num_beginning >= hit.num_others else longer", "if hit.num_beginning else longer"),),
-        tested(f"{_TESTS}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
+        tested(f"{_OF_RATES}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
     ),
     Mutant(
         "beside-a-book",
@@ -207,7 +208,7 @@ LOADS: tuple[Mutant, ...] = (
                 "return 0.0 if hit.num_beginning >= hit.num_others else longer",
             ),
         ),
-        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+        tested(f"{_OF_RATES}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
     ),
     Mutant(
         "behind-no-other-load",
@@ -219,26 +220,26 @@ LOADS: tuple[Mutant, ...] = (
                 "self._stall(hit, load, 0.0)",
             ),
         ),
-        tested(f"{_TESTS}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
+        tested(f"{_OF_RATES}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
     ),
     Mutant(
         "launches-hide-nothing",
         "a load that launching a prompt would hide goes to the background, and its request waits for both",
         (Patch(_RATES, "max(launch, self._prefill.seconds", "max(0.0, self._prefill.seconds"),),
-        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+        tested(f"{_OF_RATES}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
     ),
     Mutant(
         "one-token-hides-all",
         "a hit with one token left, which a graph launches in no time, is loaded as if launching it took long",
         (Patch(_RATES, "self.launch_seconds if hit.num_new_tokens > 1 else 0.0", "self.launch_seconds"),),
-        tested(f"{_TESTS}::test_a_prompt_of_which_one_token_is_left_is_launched_as_one_that_decodes"),
+        tested(f"{_OF_RATES}::test_a_prompt_of_which_one_token_is_left_is_launched_as_one_that_decodes"),
     ),
     Mutant(
         "long-prompts-hide-all",
         "launching a long prompt, which waits for the device, hides loads of others for as long",
         (Patch(_RATES, " and num_tokens <= _LAUNCHED_TOKENS", ""),),
         tested(
-            f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing"
+            f"{_OF_RATES}::test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing"
         ),
     ),
     Mutant(
@@ -246,7 +247,7 @@ LOADS: tuple[Mutant, ...] = (
         "a step that waits for its load on the thread hides later loads for as long",
         (Patch(_RATES, " and not may_have_waited", ""),),
         tested(
-            f"{_TESTS}::test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing"
+            f"{_OF_RATES}::test_launches_are_learned_from_steps_with_short_prompts_whose_thread_has_waited_for_nothing"
         ),
     ),
     Mutant(
@@ -259,13 +260,15 @@ LOADS: tuple[Mutant, ...] = (
         "slow-launches-for-good",
         "what launching prompts took while the host was busy hides loads for ever, once all prompts load",
         (Patch(_RATES, "(num_loaded > 0 and most_tokens > 1)", "False"),),
-        tested(f"{_TESTS}::test_what_launching_a_prompt_has_taken_in_bad_times_is_forgotten_though_all_prompts_load"),
+        tested(
+            f"{_OF_RATES}::test_what_launching_a_prompt_has_taken_in_bad_times_is_forgotten_though_all_prompts_load"
+        ),
     ),
     Mutant(
         "waits-are-launches",
         "a step that loads, or waits for the device, seems to take that long to launch",
         (Patch(_RATES, "planned.limits_launch and 0 < launch_seconds < self.launch_seconds", "planned.limits_launch"),),
-        tested(f"{_TESTS}::test_a_thread_that_has_waited_for_a_load_or_the_device_has_not_launched_for_as_long"),
+        tested(f"{_OF_RATES}::test_a_thread_that_has_waited_for_a_load_or_the_device_has_not_launched_for_as_long"),
     ),
     Mutant(
         "launched-in-front-of-the-load",
@@ -295,13 +298,13 @@ LOADS: tuple[Mutant, ...] = (
         "computed-in-no-time",
         "a step whose report is looked at late seems to have computed its prompt in no time, and hits are computed",
         (Patch(_RATES, "if seconds > launch_seconds:", "if seconds > 0:"),),
-        tested(f"{_TESTS}::{_LATE}"),
+        tested(f"{_OF_RATES}::{_LATE}"),
     ),
     Mutant(
         "slow-steps-for-good",
         "the speed of computing stays what the first step had, which was compiled, where all others are looked at late",
         (Patch(_RATES, "elif known is None or now - planned.at < known:", "elif known is None:"),),
-        tested(f"{_TESTS}::{_LATE}"),
+        tested(f"{_OF_RATES}::{_LATE}"),
     ),
     Mutant(
         "steps-for-good",
@@ -313,7 +316,7 @@ LOADS: tuple[Mutant, ...] = (
                 "        if self._steps and self._steps[0].step <= step:\n",
             ),
         ),
-        tested(f"{_TESTS}::test_steps_whose_reports_come_in_together_leave_nothing_behind"),
+        tested(f"{_OF_RATES}::test_steps_whose_reports_come_in_together_leave_nothing_behind"),
     ),
     Mutant(
         "loads-of-steps-before",
@@ -325,7 +328,7 @@ LOADS: tuple[Mutant, ...] = (
                 "        if not self._background:",
             ),
         ),
-        tested(f"{_TESTS}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
+        tested(f"{_OF_RATES}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
     ),
     Mutant(
         "in-the-step-beside-it",
@@ -349,7 +352,7 @@ LOADS: tuple[Mutant, ...] = (
                 "            pass\n",
             ),
         ),
-        tested(f"{_GONE}::test_who_leaves_before_the_step_is_planned_makes_no_room_for_a_long_load_beside_others"),
+        tested(f"{_GONE}::test_a_load_whose_request_leaves_before_the_step_is_planned_is_not_one_of_the_step"),
     ),
     Mutant(
         "begin-unseen",
@@ -361,13 +364,13 @@ LOADS: tuple[Mutant, ...] = (
         "told-to-ask-again-for-no-room",
         "a request that was told to ask again counts as one that has found no room",
         (Patch(_CHOICE, "before not in (None, LoadMode.COALESCED)", "before is not None"),),
-        tested(f"{_TESTS}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
+        tested(f"{_OF_RATES}::test_a_request_that_asks_again_has_found_no_room_unless_it_was_told_to_ask_again"),
     ),
     Mutant(
         "everybody-held-up",
         "where blocks are scarce a load holds up any number of others",
         (Patch(_RATES, "stall * (1 + hit.num_others) <=", "stall <="),),
-        tested(f"{_TESTS}::test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle"),
+        tested(f"{_OF_RATES}::test_where_blocks_are_scarce_what_counts_is_for_how_long_they_lie_idle"),
     ),
     Mutant(
         "failed-by-request-in-the-step",
