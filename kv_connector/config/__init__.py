@@ -84,10 +84,10 @@ class Config:
     save_bandwidth: bytes a second, over all ranks, that saves may take; blocks over that are saved in later steps. 0
         sets no limit, and there is none for the saves of `write_back` before a device block is reused.
     load_choice: how a hit is loaded.
-    max_load_stall_ms: under `auto`, a load that would stall running requests for longer than this goes to the
-        background, unless device blocks are scarce. The time that launching the step takes anyway, or computing
-        the rest of the request's own prompt, is no stall; nor, where all others begin in the same step, is that of a
-        later step that they are spared.
+    max_load_stall_ms: under `auto`, a load that would stall running requests for longer than this, with the others of
+        its step, goes to the background, unless device blocks are scarce. The time that launching the step takes
+        anyway, or computing the rest of the request's own prompt, is no stall; nor, where all others begin in the same
+        step, is that of a later step that they are spared.
     block_major: ask the engine for a device cache in which the layers of a block are contiguous, where it offers one: a
         block is then one long copy.
     copy_path: how bytes move between device and host.

@@ -211,14 +211,17 @@ class LoadEstimate:
         return LoadMode.SYNC if holds_up_less else LoadMode.ASYNC
 
     def _stall(self, hit: HitLoad, load: float, in_step: float) -> float:
-        """How much longer others wait if this load is one of the step's, which loads for `in_step` seconds already.
+        """How long others wait if this load is one of the step's, which loads for `in_step` seconds already.
 
-        A step that computes a prompt takes its time on the thread and on the device in any case, in which what it loads
-        is hidden. Where all others begin in this step, and nobody decodes, one step begins with all of them: they are
-        spared that of this request, which would keep them waiting later. Launching a prompt took 28 ms without a CUDA
-        graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200 with 16 cores, 2026-11-28). So does one that
-        has a single token of a prompt to compute: it looks like one that decodes."""
+        A step with this prompt has to be launched and computed in any case, and what it loads meanwhile keeps nobody
+        waiting. Who decodes waits for all that the step loads beyond that. Where all others begin in it, too, nobody
+        decodes: this load alone counts, and they are spared a later step with this prompt, for which they would have to
+        wait. Launching one took 28 ms without a CUDA graph for it, and a step that decodes 2 (vLLM 0.32, 8B model, H200
+        with 16 cores, 2026-11-28). So does one that has a single token of a prompt to compute: it looks like one that
+        decodes."""
         launch = self.launch_seconds if hit.num_new_tokens > 1 else 0.0
         prompt = max(launch, self._prefill.seconds(hit.num_new_tokens) or 0.0)
-        longer = max(prompt, in_step + load) - max(prompt, in_step)
-        return longer - prompt if hit.num_beginning >= hit.num_others else longer
+        step = max(prompt, in_step + load)
+        if hit.num_beginning >= hit.num_others:
+            return step - max(prompt, in_step) - prompt
+        return step - prompt

@@ -221,6 +221,13 @@ def test_where_blocks_are_scarce_what_others_load_in_the_step_is_not_counted_for
     assert make_estimate().choose(hit, None, num_in_step=80, found_no_room=True) is LoadMode.ASYNC
 
 
+def test_what_short_loads_of_one_step_hold_others_up_for_is_limited_in_all() -> None:
+    """Each may take 10 ms beside one that decodes, and takes 4."""
+    estimate, hit = make_estimate(tokens_per_second=100), HitLoad(4, 64, 0, 2, 1)
+    modes = [estimate.choose(hit, None, num_in_step) for num_in_step in (0, 4, 8)]
+    assert modes == [LoadMode.SYNC, LoadMode.SYNC, LoadMode.ASYNC]
+
+
 def test_a_stall_of_the_most_that_is_allowed_is_allowed() -> None:
     estimate = LoadEstimate(max_stall_seconds=0.5)
     estimate.observe_load(64, 1.0)

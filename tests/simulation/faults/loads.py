@@ -189,13 +189,13 @@ LOADS: tuple[Mutant, ...] = (
     Mutant(
         "begins-alone",
         "a request that begins with others keeps them waiting for no load, and begins behind them, step by step",
-        (Patch(_RATES, "longer - prompt if hit.num_beginning >= hit.num_others else longer", "longer"),),
+        (Patch(_RATES, "return step - max(prompt, in_step) - prompt", "return step - max(prompt, in_step)"),),
         tested(f"{_OF_RATES}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
     ),
     Mutant(
         "others-decode-and-wait",
         "a load of a request that begins with others holds up those that decode",
-        (Patch(_RATES, "if hit.num_beginning >= hit.num_others else longer", "if hit.num_beginning else longer"),),
+        (Patch(_RATES, "if hit.num_beginning >= hit.num_others:", "if hit.num_beginning:"),),
         tested(f"{_OF_RATES}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
     ),
     Mutant(
@@ -204,8 +204,8 @@ LOADS: tuple[Mutant, ...] = (
         (
             Patch(
                 _RATES,
-                "return longer - prompt if hit.num_beginning >= hit.num_others else longer",
-                "return 0.0 if hit.num_beginning >= hit.num_others else longer",
+                "return step - max(prompt, in_step) - prompt",
+                "return 0.0",
             ),
         ),
         tested(f"{_OF_RATES}::test_a_load_holds_nobody_up_for_as_long_as_launching_a_prompt_does"),
@@ -221,6 +221,12 @@ LOADS: tuple[Mutant, ...] = (
             ),
         ),
         tested(f"{_OF_RATES}::test_who_decodes_is_held_up_no_longer_for_the_sake_of_those_who_begin"),
+    ),
+    Mutant(
+        "each-load-a-little",
+        "many short loads of one step hold up whoever decodes, for as long as is allowed to each",
+        (Patch(_RATES, "        return step - prompt\n", "        return step - max(prompt, in_step)\n"),),
+        tested(f"{_OF_RATES}::test_what_short_loads_of_one_step_hold_others_up_for_is_limited_in_all"),
     ),
     Mutant(
         "launches-hide-nothing",
