@@ -21,13 +21,13 @@ from integration.figures.results import RESULTS, ROOT, read
 
 PICTURE = RESULTS / "overview.png"
 CHATS = {
-    "": ("vllm_serving_0320_twelve_h200",),
+    "": ("vllm_serving_0320_twelve_h200", "vllm_serving_0320_launch_h200"),
     "\nolder": tuple(f"vllm_serving_0320_choice_{size}_h200" for size in ("1x", "2x")),
 }
 MISSES = ("vllm_misses_0251_h200", "vllm_misses_0320_h200")
 FIRST_TOKENS = {
     "": "sglang_ttft_h200",
-    "\nolder": "sglang_ttft_alone_h200",
+    "\nolder": "sglang_ttft_beside_h200",
 }
 """Chats and first tokens by what is written below their names."""
 NAMES = {"ours": "kv_connector, default policy"} | PEERS
@@ -35,10 +35,11 @@ COLOURS = {"ours": "#3949ab", "offloading": "#ef6c00", "simple": "#8d6e63", "lmc
 
 
 def chats() -> dict[str, dict[str, float]]:
-    """Turns answered a second, by regime and engine; small hosts first, short answers first."""
+    """Turns answered a second, by regime and engine, of the last result that has it; small hosts first, short answers
+    first."""
     shown = {}
-    for run, results in CHATS.items():
-        found = regimes([row for name in results for row in read(name)["rows"] if "host_share" in row])
+    for run, name_of_result in ((run, name) for run, names in CHATS.items() for name in names):
+        found = regimes([row for row in read(name_of_result)["rows"] if "host_share" in row])
         for regime in sorted(found, key=lambda regime: (regime["host_share"], regime["answer"])):
             engines = regime["engines"]
             shown[f"host {regime['host_share']:g}x\nanswers {regime['answer']}{run}"] = {
@@ -129,9 +130,9 @@ def _caption() -> str:
     return (
         f"One {gpus.pop()}, Llama-3.1-8B's shape, dummy weights in bf16. Left and middle: {vllm}; left: vLLM 0.32, "
         "chats of 8,000 to 12,288 tokens, host memory for 0.5 to 2 times of them, one window for each bar, the newest "
-        "run, beside other engines, and older code on another host, without SimpleCPUOffloadConnector;\n"
-        f"middle: prompts that nobody repeats. Right: {sglang}, and older code on a host with nothing "
-        "beside it. Other workloads and more that lost: docs/benchmarks.md and docs/sglang.md."
+        "run of each size, and older code on another host, without SimpleCPUOffloadConnector;\n"
+        f"middle: prompts that nobody repeats. Right: {sglang}, and older code beside vLLM's chats on the other GPU. "
+        "Other workloads and more that lost: docs/benchmarks.md and docs/sglang.md."
     )
 
 

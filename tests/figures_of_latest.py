@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from integration.figures.markdown import marked
 from integration.figures.results import Row, rows_of
-from tests.figures_of_sglang import alone_over_hicache
+from tests.figures_of_sglang import ALONE, BESIDE, over_hicache
 from tests.kept_results import (
     LENGTHS,
     answered_otherwise,
@@ -22,6 +22,7 @@ from tests.kept_results import (
 )
 
 NOW, TWELVE = "vllm_regimes_0320_twelve_h200", "vllm_serving_0320_twelve_h200"
+MENDED, LAUNCH = "vllm_regimes_0320_launch_h200", "vllm_serving_0320_launch_h200"
 HERE, ELSEWHERE = "vllm_regimes_0320_h200", "vllm_regimes_choice_0320_h200"
 PARTS = ("vllm_serving_0320_24_12_h200", "vllm_serving_0320_16_6_h200")
 MISSES, RANKS = "vllm_misses_0320_h200", "vllm_replicas_h200"
@@ -52,7 +53,8 @@ def on_other_hosts() -> Iterator[str]:
     both = by_regime(HERE)[2, 32]["engines"]
     yield "and {:.2f} and {:.2f} turns".format(*(both[name]["turns_per_second"] for name in ("ours", WRITE_THROUGH)))
     assert round(both["ours"]["cached_share"], 2) == round(both[WRITE_THROUGH]["cached_share"], 2) == 0.98
-    yield "took {}, {} and {} of HiCache's time".format(*alone_over_hicache(3))
+    yield "took {}, {} and {} of HiCache's time".format(*over_hicache(ALONE, 3))
+    yield "beside chats on another GPU {}, {} and {} (`sglang_ttft_beside".format(*over_hicache(BESIDE, 3))
 
 
 def num_turns(row: Row) -> float:
@@ -130,6 +132,32 @@ def slow_windows(every: Sequence[Row]) -> Iterator[str]:
     yield f"and {found[2]:.2f} ms in ours at 0.75x, 8; in all others they took {min(ms.values()):.2f} to"
     yield f"they took {min(ms.values()):.2f} to {max(ms.values()):.2f}."
     assert "simple" not in [by_regime(NOW)[window[1:]]["best_peer"] for window in slow[:2]]
+
+
+def by_launch() -> Iterator[str]:
+    found = by_regime(MENDED)
+    both = {
+        regime: [row["engines"][name]["turns_per_second"] for name in ("ours", IN_BACKGROUND)]
+        for regime, row in found.items()
+    }
+    more = {regime: 100 * (default / background - 1) for regime, (default, background) in both.items()}
+    assert round(more[1, 128]) == round(more[2, 128]) == 0
+    yield "the background**, {:.0f} and {:.0f} % more with answers of 8 tokens, {:.0f} and {:.0f} % with 32".format(
+        *(more[regime] for regime in ((1, 8), (2, 8), (1, 32), (2, 32)))
+    )
+    ours = windows(LAUNCH, "ours")
+    assert {row["counted"]["async_loads"] for row in ours} == {1}
+    assert not any(row["counted"]["sync_loads"] for row in windows(LAUNCH, IN_BACKGROUND))
+    yield f"one by one, in {many(ours)} steps with prompts for each turn"
+    launches = [row["phases"]["launch_prompts_ms"] for row in ours]
+    load_ms = [row["counted"]["load_milliseconds"] / (row["counted"]["sync_loads"] + 1) for row in ours]
+    yield f"took {min(launches):.0f} to {max(launches):.0f} ms of the engine's thread"
+    yield f"a load {min(load_ms):.0f} to {max(load_ms):.0f}, so"
+    every = [row for row in result(LAUNCH)["rows"] if row["part"] == "chats" and row["answer"] == 128]
+    assert {row["connector"] for row in every} == {"ours", IN_BACKGROUND, "offloading", "simple", "lmcache"}
+    yield "a window has {} or {} turns**".format(*sorted({counted_turns(row) for row in every}))
+    sooner = [100 - 100 * found[share, 128]["p50_over_soonest_peer"] for share in (1, 2)]
+    yield "came {:.0f} and {:.0f} % sooner than that of the soonest peer".format(*sooner)
 
 
 def by_regime_here() -> Iterator[str]:
@@ -290,6 +318,7 @@ def in_the_background() -> Iterator[str]:
 TOLD = (
     on_other_hosts,
     by_regime_now,
+    by_launch,
     by_regime_here,
     decoding_steps,
     first_tokens,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from integration.figures.markdown import marked
 from tests.figures_of_latest import HERE, OLDER, over_two_peers
-from tests.figures_of_sglang import alone_over_hicache
+from tests.figures_of_sglang import ALONE, BESIDE, over_hicache
 from tests.kept_results import by_regime, goal, least_over_none, over_none, result
 
 
@@ -24,12 +24,14 @@ def losses() -> Iterator[str]:
     yield f"had {over_two_peers()} times the turns of the better of two peers"
     which = "ours_host_hit_over_offloading_32768"
     asked = goal(OLDER, which)
-    yield f"took {marked(result(OLDER)['claims'][which])} of OffloadingConnector's time (e8175df, goal {asked})"
+    share = marked(result(OLDER)["claims"][which])
+    yield f"took {share} of OffloadingConnector's time at 32,768 tokens (e8175df, goal {asked})"
     yield f"where nothing is hit was **{over_none('vllm_misses_0251_h200')['ours']:.3f}** in vLLM 0.25.1"
     slow = result("sglang_serving_turns_2x_h200")["claims"].items()
     worst = min((one for which, one in slow if which.startswith("turns_over")), key=lambda one: one["value"])
     yield f"chats had {marked(worst)} of HiCache's turns at worst"
-    yield "took {}, {} and {} of its time at 2,048, 8,192 and 32,768 tokens".format(*alone_over_hicache(2))
+    yield "took {}, {} and {} of its time at 2,048, 8,192 and 32,768 tokens".format(*over_hicache(ALONE, 2))
+    yield "and {}, {} and {} beside chats (778f943)".format(*over_hicache(BESIDE, 2))
     yield f"saving costs up to {100 * (1 - least_over_none()):.0f} % of the throughput"
 
 

@@ -110,7 +110,7 @@ def test_hits_that_are_void_are_beside_nothing() -> None:
 @pytest.mark.parametrize("name", ["offloading", "lmcache"])
 def test_turns_are_beside_the_peer_with_the_most(name: str) -> None:
     found = results()
-    chats = found[newest.RESULTS.index("vllm_serving_0320_twelve_h200")]
+    chats = found[newest.RESULTS.index("vllm_serving_0320_launch_h200")]
     windows = [row for row in rows_of("chats", chats) if (row["host_share"], row["answer"]) == (1.0, 8)]
     (ours,) = [row["turns_per_second"] for row in windows if row["connector"] == "ours"]
     for window in windows:

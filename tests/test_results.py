@@ -60,6 +60,7 @@ def test_goals_of_chats_and_of_misses_are_of_their_rows(name: str) -> None:
     [
         ("vllm_regimes_0320_h200", CHATS),
         ("vllm_regimes_0320_twelve_h200", ["vllm_serving_0320_twelve_h200"]),
+        ("vllm_regimes_0320_launch_h200", ["vllm_serving_0320_launch_h200"]),
         ("vllm_regimes_choice_0320_h200", CHATS_CHOICE),
     ],
 )

@@ -11,6 +11,7 @@ from integration.figures.results import Result, Row, rows_of
 
 RESULTS = (
     "vllm_serving_0320_twelve_h200",
+    "vllm_serving_0320_launch_h200",
     "vllm_ttft_0320_graphs_h200",
     "vllm_misses_0320_h200",
     "sglang_serving_h200",
@@ -24,11 +25,11 @@ _SIGNS = {"higher": "≥", "lower": "≤"}
 
 def table(*results: Result) -> list[str]:
     """A line for each kind of measurement, and below what all have in common; `results` are `RESULTS`, in order."""
-    in_vllm, first, misses, in_sglang, first_in_sglang, misses_in_sglang = results
+    *in_vllm, first, misses, in_sglang, first_in_sglang, misses_in_sglang = results
     titles = ("", "ours", "best of the others", "ours over it", "goal", "commit")
     return [
         *head(line(*titles)),
-        *_chats_in_vllm(in_vllm),
+        *_chats_in_vllm(*in_vllm),
         _first_tokens("vLLM", first),
         _misses("vLLM", misses),
         *_chats_in_sglang(in_sglang),
@@ -55,15 +56,19 @@ def _in_common(*results: Result) -> str:
     )
 
 
-def _chats_in_vllm(result: Result) -> Iterator[str]:
-    rows = sorted(regimes(result["rows"]), key=lambda row: (row["host_share"], row["answer"]))
-    for host in dict.fromkeys(row["host_share"] for row in rows):
-        turns = {
-            row["answer"]: {name: engine["turns_per_second"] for name, engine in row["engines"].items()}
-            for row in rows
-            if row["host_share"] == host
-        }
-        yield _chats("vLLM", host, turns, result)
+def _chats_in_vllm(*results: Result) -> Iterator[str]:
+    """A line for each size of the host, of the last result that has it."""
+    lines: dict[float, str] = {}
+    for result in results:
+        rows = sorted(regimes(result["rows"]), key=lambda row: (row["host_share"], row["answer"]))
+        for host in dict.fromkeys(row["host_share"] for row in rows):
+            turns = {
+                row["answer"]: {name: engine["turns_per_second"] for name, engine in row["engines"].items()}
+                for row in rows
+                if row["host_share"] == host
+            }
+            lines[host] = _chats("vLLM", host, turns, result)
+    return (lines[host] for host in sorted(lines))
 
 
 def _chats_in_sglang(result: Result) -> Iterator[str]:

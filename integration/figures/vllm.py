@@ -9,7 +9,11 @@ from integration.figures.first_tokens import first_tokens
 from integration.figures.markdown import head, line, marked, marked_beside_goal, wrapped
 from integration.figures.results import Claims, Result, Row, held, held_and_missed, named, rows_of
 
-_TITLES = {"ours": "ours", "ours:write_through": "ours, `write_through`"} | PEERS
+_TITLES = {
+    "ours": "ours",
+    "ours:write_through": "ours, `write_through`",
+    'ours:load_choice="async"': "ours, loads in the background",
+} | PEERS
 """By engine, in the order of columns."""
 _RATIOS = ("turns_", "p50_")
 
