@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,19 @@ def test_a_token_file_is_its_owners_alone(tmp_path: Path) -> None:
     file.write_text("short")
     with pytest.raises(ConfigError, match=r"the token in admin.token_file='.*' has 5 characters: write at least 16"):
         config.token()
+
+
+def test_a_token_that_nobody_writes_into_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    """Nor is one lost that somebody does, as a shell does for `--token-file <(...)`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    config = AdminConfig(socket="/s", token_file=str(pipe))
+    with pytest.raises(ConfigError, match=r"the token in admin.token_file='.*' has 0 characters: write at least 16"):
+        config.token()
+    read_end, write_end = os.pipe()
+    with ThreadPoolExecutor(1) as pool:
+        token = pool.submit(AdminConfig(socket="/s", token_file=f"/dev/fd/{read_end}").token)
+        os.write(write_end, b"sixteen-or-more-characters")
+        os.close(write_end)
+        assert token.result() == b"sixteen-or-more-characters"
+    os.close(read_end)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -148,6 +149,18 @@ def test_a_spoiled_file_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_named() -> None:
     with pytest.raises(ConfigError, match=r"calibration='/nowhere\.json' cannot be read: .*; give a file that"):
         costs_of(Config(host_memory=1, calibration="/nowhere.json"))
+
+
+@pytest.mark.parametrize("named", ["pipe", "weights", "device"])
+def test_what_is_no_file_of_ours_is_refused_unread(named: str, tmp_path: Path) -> None:
+    """A pipe that nobody writes holds no start up, and neither weights nor a device without an end fill the memory."""
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "weights", "wb") as weights:
+        weights.truncate(1 << 20 | 1)  # zeros, which are text
+    (tmp_path / "device").symlink_to("/dev/null")
+    fault = "is no file of at most 1048576 bytes: give one that `kv-connector calibrate --json` wrote, or leave it out"
+    with pytest.raises(ConfigError, match=rf"calibration='.*{named}' {fault}"):
+        costs_of(Config(host_memory=1, calibration=str(tmp_path / named)))
 
 
 def test_a_file_may_be_in_the_users_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
