@@ -16,7 +16,7 @@ from .errors import ConfigError
 _UNITS = {"": 1, "b": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("kmgt", start=1)
-    for suffix, base in (("b", 1000), ("ib", 1024), ("", 1024))
+    for suffix, base in (("b", 1000), ("ib", 1024), ("i", 1024), ("", 1024))
 }
 _E = TypeVar("_E", bound=Enum)
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
@@ -28,7 +28,8 @@ _LONGEST_SIZE = 1000
 
 
 def parse_size(value: object, key: str = "size") -> int:
-    """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary).
+    """Bytes from an int or from text such as `"16GiB"`, `"512 MB"` or `"1.5g"` (a bare letter is binary, and so is
+    `Gi`, as Kubernetes writes it).
 
     Raises ConfigError naming `key` where the text is not a size.
     """
@@ -56,7 +57,7 @@ def choice(kind: type[_E], value: object, key: str) -> _E:
 def check_integer(key: str, value: object, least: int, most: int = _MOST_INTEGER) -> None:
     """An integer within limits, both included."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ConfigError(f"{key}={shown(value)} is not an integer: give one of at least {least}")
+        raise ConfigError(f"{key}={shown(value)} is not an integer: give at least {least}")
     if value < least:
         raise ConfigError(f"{key}={shown(value)} is too small: give at least {least}")
     if value > most:

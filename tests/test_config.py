@@ -38,6 +38,7 @@ SECRET = {"secret": "sixteen or more characters"}
         ("512 mib", 512 << 20),
         (" 16GiB ", 16 << 30),
         ("16g", 16 << 30),
+        ("16Gi", 16 << 30),
         ("1.5GiB", 3 << 29),
         ("0.1kB", 100),
         ("2TB", 2 * 10**12),
@@ -137,7 +138,7 @@ def test_an_address_in_brackets_is_the_address(key: str, address: str) -> None:
 
 
 def test_storage_needs_host_memory_to_come_and_go_through() -> None:
-    with pytest.raises(ConfigError, match=r"host_memory=0 is too small: storage needs .* give a size such as .16GiB"):
+    with pytest.raises(ConfigError, match=r"host_memory is missing or 0: storage needs .* give a size such as .16GiB"):
         Config(storage=FOLDER)  # type: ignore[arg-type]
 
 
@@ -248,6 +249,7 @@ def test_a_config_is_frozen_hashable_and_picklable() -> None:
         ("write-policy", "write_policy"),
         ("write_trough_threshold", "write_through_threshold"),
         ("pinned_memory", "pin_memory"),
+        ("HOST_MEMORY", "host_memory"),
     ],
 )
 def test_an_unknown_setting_is_refused_with_the_nearest_known_one(key: str, suggestion: str) -> None:
@@ -279,9 +281,9 @@ WRONG = [
     ({"trace_loads": None}, "trace_loads=None is not a boolean: give true or false"),
     ({"trace_requests": 1.5}, "trace_requests=1.5 is not a share of the requests: give a number from 0 (none) to 1"),
     ({"trace_requests": True}, "trace_requests=True is not a share of the requests: give a number from 0 (none) to 1"),
-    ({"write_through_threshold": "2"}, "write_through_threshold='2' is not an integer: give one of at least 1"),
-    ({"write_through_threshold": 2.0}, "write_through_threshold=2.0 is not an integer: give one of at least 1"),
-    ({"write_through_threshold": True}, "write_through_threshold=True is not an integer: give one of at least 1"),
+    ({"write_through_threshold": "2"}, "write_through_threshold='2' is not an integer: give at least 1"),
+    ({"write_through_threshold": 2.0}, "write_through_threshold=2.0 is not an integer: give at least 1"),
+    ({"write_through_threshold": True}, "write_through_threshold=True is not an integer: give at least 1"),
     ({"write_through_threshold": 0}, "write_through_threshold=0 is too small: give at least 1"),
     ({"write_back_lookahead": 0}, "write_back_lookahead=0 is too small: give at least 1"),
     ({"host_memory": -1}, "host_memory=-1 is too small: give at least 0"),
@@ -318,9 +320,9 @@ WRONG_STORAGE = [
     (MOONCAKE | {"segment_memory": -1}, "storage.segment_memory=-1 is too small: give at least 0"),
     (MOONCAKE | {"master": "h:\uff11"}, "storage.master='h:\uff11': give its host and port"),
     (FOLDER | {"timeout_ms": -1}, "storage.timeout_ms=-1 is too small: give at least 0"),
-    (FOLDER | {"timeout_ms": "5"}, "storage.timeout_ms='5' is not an integer: give one of at least 0"),
+    (FOLDER | {"timeout_ms": "5"}, "storage.timeout_ms='5' is not an integer: give at least 0"),
     (FOLDER | {"timeout_ms": 1 << 32}, "storage.timeout_ms=4294967296 is too large: give at most 2147483648"),
-    (FOLDER | {"max_backup_blocks": True}, "storage.max_backup_blocks=True is not an integer: give one of at least 1"),
+    (FOLDER | {"max_backup_blocks": True}, "storage.max_backup_blocks=True is not an integer: give at least 1"),
     (FOLDER | {"max_backup_blocks": 0}, "storage.max_backup_blocks=0 is too small: give at least 1"),
     (FOLDER | {"secret_env": 5}, "storage.secret_env is not text: give it in quotes"),
     (
@@ -330,16 +332,16 @@ WRONG_STORAGE = [
     (FOLDER | {"secret_env": "a\n"}, "storage.secret_env names no environment variable"),
     (
         FOLDER | {"secret_env": "NOT_SET"},
-        "the variable that storage.secret_env names, which is not there, has 0 charac",
+        "the environment variable that storage.secret_env names is not set in this process: set it to at least 16 char",
     ),
     (
         FOLDER | {"secret_env": "sixteen letters of a secret"},
-        "variable that storage.secret_env names, which is not ther",
+        "the environment variable that storage.secret_env names is not set in this process",
     ),
     (
         FOLDER | {"secret_env": "KV_CONNECTOR_STORAGE_SECRET"},
-        "the secret in KV_CONNECTOR_STORAGE_SECRET has 0 characters: set it to at least 16, the same for all engines "
-        "that share the storage",
+        "KV_CONNECTOR_STORAGE_SECRET is not set in this process: set it to at least 16 characters, the same for all "
+        "engines that share the storage",
     ),
     (FOLDER | {"protocol": "rdma"}, "storage.protocol='rdma' is for kind 'mooncake' only: leave it out"),
     (FOLDER | {"master": "a:1"}, "storage.master='a:1' is for kind 'mooncake' only: leave it out"),

@@ -159,8 +159,8 @@ class Config:
         check_share("pinned_share", self.pinned_share)
         if self.storage is not None and not self.host_memory:
             raise ConfigError(
-                "host_memory=0 is too small: storage needs host_memory for blocks to come and go through, give a size "
-                'such as "16GiB"'
+                "host_memory is missing or 0: storage needs it for blocks to come and go through, give a size such as "
+                '"16GiB"'
             )
         if not isinstance(self.calibration, str) or not self.calibration:
             raise ConfigError(f"calibration={shown(self.calibration)}: give 'auto', 'off' or the path of a file")

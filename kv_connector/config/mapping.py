@@ -42,5 +42,5 @@ def object_of(kind: type[_S], value: object, name: str, example: str) -> _S | No
 def _suggest(key: object, known: list[str]) -> str:
     from difflib import get_close_matches
 
-    near = get_close_matches(shortened(key) if isinstance(key, str) else "", known, n=1)
+    near = get_close_matches(shortened(key).lower() if isinstance(key, str) else "", known, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -20,8 +20,14 @@ def secret_of(setting: str, variable: object, example: str, whose: str) -> bytes
         raise ConfigError(f"{setting} is not text: give it in quotes")
     if not is_variable(variable):
         raise ConfigError(f"{setting} names no environment variable: give one such as {example!r}")
+    secret = os.environ.get(variable)
+    if secret is None:
+        unset = shortened(variable) if variable == example else f"the environment variable that {setting} names"
+        raise ConfigError(
+            f"{unset} is not set in this process: set it to at least {LEAST_CHARACTERS} characters, the same "
+            f"for {whose}"
+        )
     name = shown_variable(setting, variable, example)
-    secret = os.environ.get(variable, "")
     if not is_encodable(secret):
         raise ConfigError(f"the secret in {name} is not UTF-8: give it as text of that encoding")
     num_characters = len(secret.strip())

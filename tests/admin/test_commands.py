@@ -96,7 +96,7 @@ def test_a_port_will_do_and_the_token_may_be_in_a_file(tmp_path: Path, capsys: p
         (("stats", "--url", "https://127.0.0.1:7200"), "give a scheme, an address and a port, such as"),
         (("stats", "--url", "http://127.0.0.1"), "give a scheme, an address and a port, such as"),
         (("stats", "--url", "http://[::1"), "give a scheme, an address and a port, such as"),
-        (("stats", "--url", "http://127.0.0.1:1", "--token-env", "NOT_SET"), "names, which is not there, has 0 charac"),
+        (("stats", "--url", "http://127.0.0.1:1", "--token-env", "NOT_SET"), "names is not set in this process: s"),
         (("pin", "--url", "http://127.0.0.1:1", "--tokens", "FILE"), "--tokens '.*' is not JSON: Exp"),
         (("pin", "--url", "http://127.0.0.1:1", "--hashes", "LATIN"), "^--hashes '[^']*' is not UTF-8: 'utf-8' codec"),
     ],

@@ -333,7 +333,7 @@ def test_an_engine_that_uses_the_folder_only_misses(folder: Path) -> None:
         (["gc", ".", "--capacity", "many"], "--capacity='many' is not a size"),
         (["rm", "."], "nothing to delete: give names, --identity or --all"),
         (["ls", ".", "--limit", "-1"], "--limit=-1 is too small: give at least 1"),
-        (["verify", ".", "--secret-env", "NOT_SET"], "that --secret-env names, which is not there, has 0 characters"),
+        (["verify", ".", "--secret-env", "NOT_SET"], "that --secret-env names is not set in this process"),
     ],
 )
 def test_what_cannot_be_done_is_said(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -248,6 +248,21 @@ def test_models_are_told_apart(storage: ObjectStorage, store: ImitatedStore) -> 
     stranger.close()
 
 
+def test_what_another_model_wrote_under_our_name_is_a_miss_and_removed(
+    storage: ObjectStorage, store: ImitatedStore
+) -> None:
+    keys = [key(i) for i in range(3)]
+    strangers = ImitatedStore()
+    stranger = connected(ObjectStorage("mooncake", strangers, b"another".ljust(32), SMALL))
+    put(storage, keys, SMALL)
+    put(stranger, keys, SMALL)
+    (ours,), (theirs,) = store.objects, strangers.objects.values()
+    store.objects[ours] = theirs
+    assert not any(get(storage, keys, SMALL))
+    assert not store.objects
+    stranger.close()
+
+
 def test_a_dead_store_is_asked_once_and_found_again_by_a_probe(
     storage: ObjectStorage, store: ImitatedStore, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -289,6 +304,17 @@ def test_a_store_that_is_not_there_at_the_start_is_joined_later(store: ImitatedS
     storage.close()
 
 
+def test_a_store_that_comes_back_is_used_again_though_nobody_asks_for_it(store: ImitatedStore) -> None:
+    storage = connected(ObjectStorage("mooncake", store, IDENTITY, SMALL))
+    assert all(put(storage, [key(1)], SMALL))
+    store.is_down = True
+    assert exists(storage, [key(1)]) == 0
+    store.is_down = False
+    connected(storage)
+    assert all(get(storage, [key(1)], SMALL))
+    storage.close()
+
+
 def test_what_waits_behind_a_call_that_hangs_is_not_tried_after_it() -> None:
     hangs, goes_on = threading.Event(), threading.Event()
 
@@ -323,6 +349,34 @@ def test_an_owner_that_does_not_answer_costs_its_blocks_and_then_opens_the_break
         get(storage, keys, SMALL)
     assert storage.stats()["breaker_is_open"]
     assert storage.stats()["failed_reads_blocks"] == 3 * PER_GROUP
+
+
+def test_owners_that_fail_now_and_then_leave_the_breaker_closed(storage: ObjectStorage, store: ImitatedStore) -> None:
+    keys = [key(i) for i in range(PER_GROUP)]
+    put(storage, keys, SMALL)
+    for _ in range(3):
+        store.faults = 1
+        assert not any(get(storage, keys, SMALL))
+        assert all(get(storage, keys, SMALL)), "three in a row open it, and this is between two"
+    assert storage.stats()["breaker_opened_times"] == 0
+
+
+def test_a_block_that_is_asked_for_twice_in_a_call_is_read_twice(storage: ObjectStorage, store: ImitatedStore) -> None:
+    put(storage, [key(1)], SMALL)
+    twice = buffers(2, SMALL)
+    assert storage.read([key(1), key(1)], twice, singly=True).result(SECONDS) == [True, True]
+    assert [bytes(buffer) for buffer in twice] == [content(key(1), SMALL)] * 2
+
+
+def test_a_write_that_fails_is_not_one_that_was_there_already(storage: ObjectStorage, store: ImitatedStore) -> None:
+    put(storage, [key("there")], SMALL)
+    before = storage.stats()
+    store.max_objects = 0
+    assert put(storage, [key("there")], SMALL) == [True]
+    assert put(storage, [key("new")], SMALL) == [False]
+    after = storage.stats()
+    names = ("skipped_writes_blocks", "failed_writes_blocks")
+    assert [after[name] - before[name] for name in names] == [1, 1]
 
 
 def test_a_full_store_is_no_fault_of_the_store(storage: ObjectStorage, store: ImitatedStore) -> None:
