@@ -74,6 +74,31 @@ def test_an_operator_drains_and_warms(tmp_path: Path, capsys: pytest.CaptureFixt
         assert "started: " in capsys.readouterr().out
 
 
+def test_a_drain_that_is_not_over_in_time_says_so_to_a_script(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who restarts the engine after it looks at the exit status: blocks are to be written yet."""
+    path = str(tmp_path / "admin.sock")
+    body = b'{"done": false, "remaining_blocks": 7}'
+    head = f"HTTP/1.1 202 Accepted\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(head + body)
+            while connection.recv(1 << 16):
+                pass
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=serve)
+        server.start()
+        assert run("drain", "--socket", path, "--timeout", "0") == 1
+        server.join()
+    assert capsys.readouterr().out == "done: False\nremaining blocks: 7\n"
+
+
 def test_a_port_will_do_and_the_token_may_be_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of both sides: neither is in the environment or the settings then."""
     file = tmp_path / "token"

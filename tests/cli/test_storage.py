@@ -272,7 +272,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 def test_a_pack_that_the_disk_does_not_give_is_told_and_hides_no_other(
     folder: Path, disk: Disk, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its header, one block, all blocks; and a damaged one behind them. What may be good is deleted by name only."""
+    """Its header, one block, all blocks; and a damaged one behind them. `verify` deletes nothing that may be good."""
     first, second, third, fourth = packs = sorted(folder.rglob("*.pack"))
     disk.lose(first, 0)
     disk.lose(second, 4096 + BLOCK)
@@ -297,6 +297,13 @@ def test_a_pack_that_the_disk_does_not_give_is_told_and_hides_no_other(
     disk.lose(second, 0)
     assert main(["storage", "gc", str(folder), "--capacity", "0"]) == 0
     assert not list(folder.rglob("*.pack"))
+
+
+def test_verify_is_not_content_where_a_pack_alone_cannot_be_read(folder: Path, disk: Disk) -> None:
+    """Nobody knows whether it is good: a script that looks at the exit status is not told that all is well."""
+    assert main(["storage", "verify", str(folder)]) == 0
+    disk.lose(next(folder.rglob("*.pack")), 0)
+    assert main(["storage", "verify", str(folder)]) == 1
 
 
 def test_a_pack_that_cannot_be_deleted_is_told_and_keeps_no_other(

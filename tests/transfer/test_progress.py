@@ -13,7 +13,7 @@ from kv_connector.transfer.paths.base import BlockCopy, CopyPath
 from kv_connector.types import CopyJob, StepPlan
 from kv_connector.worker import WorkerHalf
 from tests.copies import LOAD, POISON, SAVE, ids, job
-from tests.engines import ManualLane, cut, ends, make_engine
+from tests.engines import ManualEvent, ManualLane, cut, ends, make_engine
 
 
 def test_a_load_is_pending_by_layer_groups_until_they_have_arrived(lanes: list[ManualLane]) -> None:
@@ -33,6 +33,20 @@ def test_a_load_is_pending_by_layer_groups_until_they_have_arrived(lanes: list[M
     load.marks[2].done = save.marks[1].done = True
     assert engine.pending_bytes(LOAD) == engine.pending_bytes(SAVE) == 0
     assert ends(engine.poll()) == [(1, True), (2, True)]
+
+
+def test_jobs_that_are_copied_together_take_the_time_of_one_copy(
+    lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`load_milliseconds` is time on the link, whatever number of requests shared it."""
+    engine, _, _ = make_engine()
+    engine.submit_load([job(1, LOAD, [0], [0]), job(2, LOAD, [1], [1]), job(3, LOAD, [2], [2])])
+    monkeypatch.setattr(ManualEvent, "elapsed_time", lambda start, end: 8.0)
+    for mark in lanes[0].marks:
+        mark.done = True
+    completions = engine.poll()
+    assert sorted(completion.job_id for completion in completions) == [1, 2, 3]
+    assert sum(completion.milliseconds for completion in completions) == 8.0
 
 
 def test_what_has_failed_is_not_pending(lanes: list[ManualLane]) -> None:

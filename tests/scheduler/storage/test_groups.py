@@ -310,6 +310,22 @@ def test_a_reset_lets_go_of_groups_that_wait() -> None:
     half.check()
 
 
+def test_a_group_whose_beginning_comes_from_storage_is_written_when_that_has_arrived() -> None:
+    """Its request did not wait for it, and has computed and saved the rest meanwhile."""
+    half, _, _ = make_grouped(prefetch="best_effort")
+    request = Asked("a", PROMPT[:17])
+    half.on_new_request(request)
+    report(half, step(half), found=0b11)
+    (fetch,) = step(half)
+    admit(half, request)
+    report(half, run(half, request).saves)  # type: ignore[arg-type]
+    assert step(half) == (), "the first two are on their way"
+    report(half, [fetch])
+    (job,) = step(half)
+    assert groups_of(job) == [names(PROMPT[:17])]
+    half.check()
+
+
 @pytest.mark.parametrize("backup", ["on_save", "at_finish"])
 def test_a_group_with_a_hole_waits_for_who_fills_it(backup: str) -> None:
     half, _, _ = make_grouped(backup=backup, prefetch="best_effort")

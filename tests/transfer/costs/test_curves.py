@@ -61,6 +61,11 @@ def test_another_machine_chooses_otherwise() -> None:
     assert costs.group_bytes > BUILT_IN.group_bytes
 
 
+def test_halfway_between_two_lengths_is_where_their_ratio_is_halved() -> None:
+    curve = Curve((1 << 10, 16 << 10), (10.0, 30.0), 0.0)
+    assert curve.rate(4 << 10) == pytest.approx(20.0)
+
+
 @given(
     points=st.dictionaries(st.integers(1, 1 << 24), st.floats(0.01, 1000), min_size=1, max_size=8),
     start=st.floats(0, 1000),

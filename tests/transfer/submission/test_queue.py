@@ -413,6 +413,21 @@ def test_a_step_leaves_a_queue_to_the_thread_that_submits(lanes: list[ManualLane
     assert watched.urgent == []
 
 
+def test_a_step_does_not_wait_for_a_thread_that_got_on_since_the_last_one(lanes: list[ManualLane]) -> None:
+    """It is at its next part by now, and needs no help."""
+    engine, _, _ = make_engine()
+    never_submits(engine)
+    cut(engine, 1)
+    engine.submit_save([job(1, SAVE, [0, 1, 2], [0, 1, 2])])
+    engine.catch_up()
+    engine._queues[SAVE].advance()
+    with engine._queues[SAVE]._lock:
+        step = threading.Thread(target=engine.catch_up, daemon=True)
+        step.start()
+        step.join(30)
+        assert not step.is_alive()
+
+
 def test_a_step_waits_for_a_thread_that_has_been_at_a_part_for_a_step(
     lanes: list[ManualLane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
