@@ -92,6 +92,28 @@ def test_who_is_gone_before_anything_is_offered_is_forgotten() -> None:
     assert [consumer.counters.received_bytes > 0 for consumer in producer.consumers] == [False, True]
 
 
+def test_what_who_is_gone_did_not_want_is_offered_to_others() -> None:
+    producer = Producer()
+    producer.hear_nothing(0, "")
+    producer.offers.lost(producer.links[0])
+    producer.compute()
+    assert producer.offers.ended == []
+    producer.hear_want(1, "producer")
+    producer.transport.poll(0.0)
+    assert producer.consumers[1].counters.received_bytes > 0
+
+
+def test_what_is_on_its_way_to_who_gives_up_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a producer writes on into blocks that the consumer waits to have back."""
+    producer = Producer()
+    cancelled: list[int] = []
+    monkeypatch.setattr(producer.transport, "cancel", cancelled.append)
+    producer.hear_want(0, "")
+    producer.compute()
+    producer.offers.hear(producer.links[0], Stop(7))
+    assert len(cancelled) == 1
+
+
 def test_what_was_promised_to_who_is_gone_is_let_go() -> None:
     """A consumer asks and dies while the prompt is computed: its blocks, and those of later parts, are held for
     nobody."""
@@ -224,6 +246,18 @@ def test_the_id_of_what_was_withdrawn_may_come_again(is_offered: bool) -> None:
         producer.offers.forget_overdue()
     producer.hear_want(0, "")
     assert producer.said_to(0) == []
+
+
+def test_what_is_withdrawn_once_more_is_remembered_from_then_on() -> None:
+    producer = Producer()
+    for seconds, transfer_id in ((0.0, "again"), (10.0, "once"), (50.0, "again")):
+        producer.now = seconds
+        producer.offers.withdraw(transfer_id)
+    producer.now = 75.0
+    producer.offers.forget_overdue()
+    for grant, transfer_id in enumerate(("once", "again")):
+        producer.offers.hear(producer.links[0], Want(transfer_id, "", grant, 0, 2, NAMES[-1], (0, 1)))
+    assert producer.said_to(0) == [Refused(1, "the blocks are not held any more")]
 
 
 def test_what_was_withdrawn_takes_a_bounded_memory() -> None:

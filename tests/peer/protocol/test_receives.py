@@ -116,6 +116,13 @@ def test_who_claims_more_blocks_than_were_granted_is_dropped(count: int) -> None
     assert consumer.link not in consumer.transport.ends
 
 
+def test_who_claims_more_of_each_block_than_there_is_is_dropped() -> None:
+    consumer = Consumer()
+    consumer.receives.arrived(Arrived(consumer.link, JOB, 0, 2, range(2)))
+    assert consumer.receives.ended == []
+    assert consumer.link not in consumer.transport.ends
+
+
 def test_what_was_told_to_stop_has_not_ended_though_all_of_it_came() -> None:
     """The producer's copies may write for as long as it has not said that it stopped: the blocks stay held."""
     consumer = Consumer()
