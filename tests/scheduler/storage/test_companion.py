@@ -453,7 +453,7 @@ def test_a_preempted_request_may_look_again() -> None:
 def test_settings_that_cannot_be_are_named(storage: object, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Config.from_mapping({"host_memory": "1GiB", "storage": storage})
-    with pytest.raises(ConfigError, match="storage needs host_memory"):
+    with pytest.raises(ConfigError, match="host_memory is missing or 0: storage needs it"):
         Config.from_mapping({"storage": {"path": "x", "capacity": "8MiB"}})
 
 
