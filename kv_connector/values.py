@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 import unicodedata
@@ -85,6 +86,11 @@ def path_of(key: str, text: str) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(f"{key}={shown(text)} begins with the home of nobody here: give an absolute path") from None
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """An `opener` for a file that a setting names: of a pipe that nobody writes `open` alone would wait."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def is_one_line(text: str) -> bool:

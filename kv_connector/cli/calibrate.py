@@ -31,7 +31,7 @@ def add(parsers: Parsers) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ..transfer.costs.curves import BUILT_IN, decode
+    from ..transfer.costs.curves import BUILT_IN, costs_of_file
     from ..transfer.costs.envelope import draw, table
 
     num_bytes = parse_size(options.bytes, "--bytes")
@@ -42,20 +42,13 @@ def _run(options: argparse.Namespace) -> int:
     elif options.show == "built-in":
         costs = BUILT_IN
     else:
-        costs = decode(_text_of(options.show), options.show)
+        costs = costs_of_file("--show", options.show)
     print(table(costs, num_bytes))
     if options.json is not None:
         options.json.write_text(costs.encode())
     if options.png is not None:
         draw(costs, num_bytes, options.png)
     return 0
-
-
-def _text_of(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{shown(file)} cannot be read: {error}") from error
 
 
 def _measured(number: int) -> LinkCosts:

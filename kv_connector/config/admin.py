@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..values import check_text, path_of, shortened, shown
+from ..values import check_text, open_at_once, path_of, shortened, shown
 from .peer import MOST_PORT
 from .secrets import LEAST_CHARACTERS, is_variable, secret_of
 
@@ -115,7 +115,7 @@ def _is_loopback(host: str) -> bool:
 def _file_token(file: str, setting: str) -> bytes:
     """What the file holds, without blanks at its ends."""
     try:
-        with open(path_of(setting, file), "rb", opener=_open_at_once) as opened:
+        with open(path_of(setting, file), "rb", opener=open_at_once) as opened:
             os.set_blocking(opened.fileno(), True)  # who has opened a pipe to write is waited for
             mode = stat.S_IMODE(os.fstat(opened.fileno()).st_mode)
             text = opened.read(_MOST_TOKEN_BYTES + 1).strip()
@@ -129,11 +129,6 @@ def _file_token(file: str, setting: str) -> bytes:
             f"the token in {setting}={shown(file)} has {len(text)} characters: write at least {LEAST_CHARACTERS}"
         )
     return text
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Also a pipe that nobody writes."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _checked(token: bytes, setting: str) -> bytes:

@@ -27,7 +27,7 @@ def secret_of(setting: str, variable: object, example: str, whose: str) -> bytes
             f"{unset} is not set in this process: set it to at least {LEAST_CHARACTERS} characters, the same "
             f"for {whose}"
         )
-    name = shown_variable(setting, variable, example)
+    name = shortened(variable)
     if not is_encodable(secret):
         raise ConfigError(f"the secret in {name} is not UTF-8: give it as text of that encoding")
     num_characters = len(secret.strip())

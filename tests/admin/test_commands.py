@@ -6,6 +6,8 @@ import argparse
 import json
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,27 @@ def run(*arguments: str) -> int:
     options = parser.parse_args(["admin", *arguments])
     status: int = options.run(options)
     return status
+
+
+@contextmanager
+def answering(path: str, status: str, body: bytes) -> Iterator[None]:
+    """A server at this socket that answers the first request so, whatever it asks."""
+    head = f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(head + body)
+            while connection.recv(1 << 16):
+                pass
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = threading.Thread(target=serve)
+        server.start()
+        yield
+        server.join()
 
 
 def test_an_operator_pins_looks_and_unpins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -79,23 +102,8 @@ def test_a_drain_that_is_not_over_in_time_says_so_to_a_script(
 ) -> None:
     """Who restarts the engine after it looks at the exit status: blocks are to be written yet."""
     path = str(tmp_path / "admin.sock")
-    body = b'{"done": false, "remaining_blocks": 7}'
-    head = f"HTTP/1.1 202 Accepted\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(head + body)
-            while connection.recv(1 << 16):
-                pass
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        server = threading.Thread(target=serve)
-        server.start()
+    with answering(path, "202 Accepted", b'{"done": false, "remaining_blocks": 7}'):
         assert run("drain", "--socket", path, "--timeout", "0") == 1
-        server.join()
     assert capsys.readouterr().out == "done: False\nremaining blocks: 7\n"
 
 
@@ -142,23 +150,8 @@ def test_a_mistake_is_one_line(tmp_path: Path, arguments: tuple[str, ...], messa
 )
 def test_a_server_of_another_kind_is_said_to_be_one(tmp_path: Path, command: str, answer: bytes) -> None:
     path = str(tmp_path / "other.sock")
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(answer)}\r\n\r\n".encode()
-
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.sendall(head + answer)
-            while connection.recv(1 << 16):
-                pass
-
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(path)
-        listener.listen()
-        server = threading.Thread(target=serve)
-        server.start()
-        with pytest.raises(ConfigError, match="does not answer as an admin endpoint"):
-            run(command, "--socket", path)
-        server.join()
+    with answering(path, "200 OK", answer), pytest.raises(ConfigError, match="does not answer as an admin endpoint"):
+        run(command, "--socket", path)
 
 
 def test_nobody_listens(tmp_path: Path) -> None:

@@ -19,6 +19,10 @@ from kv_connector.cli import main
         (["--show", "built-in", "--png", "copies.foo"], "--png='copies.foo': give a name that ends in .png"),
         (["--show", "built-in", "--json", "none/copies"], "--json='none/copies': there is no folder 'none': make it"),
         (["--show", "latin"], "'latin' cannot be read: 'utf-8' codec can't decode"),
+        (
+            ["--show", "/dev/null"],
+            "--show='/dev/null' is no file of at most 1048576 bytes: give one that `kv-connector",
+        ),
         (["--show", "deep"], "deep is no result of `kv-connector calibrate`"),
     ],
 )

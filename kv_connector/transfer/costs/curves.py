@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,7 +19,7 @@ from typing import Any
 from ...config import PathName
 from ...errors import ConfigError
 from ...types import Direction
-from ...values import shortened, shown
+from ...values import open_at_once, path_of, shortened, shown
 
 NUM_BYTES = 32 << 20
 """Of host memory, and of scratch memory on the device, that copies are measured on."""
@@ -54,6 +56,7 @@ _WORTH_PACKING_LONG_SAVES = 0.5
 _GROUP_STARTS = 20
 """A layer group takes as long as so many starts of a copy, so that starting costs it a twentieth."""
 _LIMIT = 1 << 16  # characters of a file
+_MOST_BYTES = 1 << 20  # of a file: what is larger was named by mistake
 _MOST_LENGTH = 1 << 40
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e6
 _MOST_START_US = 1e9
@@ -180,6 +183,22 @@ def decode(text: str, name: str) -> LinkCosts:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         given, reason = shortened(name), shown(error)
         raise ConfigError(f"{given} is no result of `kv-connector calibrate`: {reason}; measure anew") from error
+
+
+def costs_of_file(setting: str, file: str) -> LinkCosts:
+    """What `encode` wrote into the file that a setting, or an option, names. Waits for no pipe, and reads nothing
+    without an end. Raises ConfigError."""
+    fix = "that `kv-connector calibrate --json` wrote, or leave it out"
+    try:
+        with open(path_of(setting, file), opener=open_at_once) as opened:
+            found = os.fstat(opened.fileno())
+            if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+                raise ConfigError(f"{setting}={shown(file)} is no file of at most {_MOST_BYTES} bytes: give one {fix}")
+            text = opened.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = shortened(str(error))
+        raise ConfigError(f"{setting}={shown(file)} cannot be read: {reason}; give a file {fix}") from error
+    return decode(text, file)
 
 
 def _direction(found: Mapping[str, Any]) -> DirectionCosts:
